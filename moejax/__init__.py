@@ -1,0 +1,1 @@
+"""moejax: training mixture-of-experts language models in JAX."""

@@ -1,0 +1,1 @@
+"""Saving and restoring runs, and carrying models in from other systems."""

@@ -1,0 +1,1 @@
+"""Text to batches: sources, tokenizers, token files, packing, the Grain loader."""

@@ -1,0 +1,77 @@
+"""Attention: grouped queries, QK norm, rotary positions, documents and windows kept apart by one mask.
+
+    x_BSD --w_qkv--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
+
+Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, QKNorm
+from moejax.context import Context
+from moejax.models.norms import RMSNorm
+from moejax.models.parameters import weight
+
+
+def rotary(x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float) -> Float[Array, "B S N H"]:
+    """Half-rotation rotary embedding in fp32: concat(x1 cos - x2 sin, x2 cos + x1 sin), angles p * theta^(-2i/H)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def attention_mask(segment_ids: Int[Array, "B S"], window: Int[Array, ""] | None) -> Bool[Array, "B 1 S S"]:
+    """True where query s may look at key t of its own document: 0 <= s - t, and s - t < window if there is one."""
+    length = segment_ids.shape[1]
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    near = distance >= 0
+    if window is not None:
+        near &= (window == FULL_ATTENTION) | (distance < window)
+    return (near & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
+
+
+def choose_implementation(wanted: AttentionImplementation, dtype: jnp.dtype) -> str:
+    """`auto` is cuDNN's flash attention on a GPU in bf16, XLA's everywhere else."""
+    if wanted != AttentionImplementation.auto:
+        return wanted.value
+    return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = config.attention
+        self.config = c
+        self.windowed = bool(c.window_pattern)
+        packed = c.n_heads + 2 * c.n_kv_heads
+        self.w_qkv = weight(rngs, config.init_std, (config.d_model, packed, c.head_dim), ("embed", "heads", "head"))
+        self.w_out = weight(rngs, config.init_std, (c.n_heads, c.head_dim, config.d_model), ("heads", "head", "embed"))
+        if c.qk_norm != QKNorm.none:
+            full = c.qk_norm == QKNorm.full
+            self.q_norm = RMSNorm(c.head_dim * (c.n_heads if full else 1), config.norm_eps, "head")
+            self.k_norm = RMSNorm(c.head_dim * (c.n_kv_heads if full else 1), config.norm_eps, "head")
+
+    def project(self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]) -> tuple[Array, Array, Array]:
+        """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated."""
+        c = self.config
+        qkv = jnp.einsum("bsd,dqh->bsqh", x, self.w_qkv[...].astype(x.dtype))
+        q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
+        if c.qk_norm == QKNorm.head:
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif c.qk_norm == QKNorm.full:
+            q = self.q_norm(q.reshape(*q.shape[:2], -1)).reshape(q.shape)
+            k = self.k_norm(k.reshape(*k.shape[:2], -1)).reshape(k.shape)
+        return rotary(q, positions, c.rope_theta), rotary(k, positions, c.rope_theta), v
+
+    def __call__(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Float[Array, "B S D"]:
+        q, k, v = self.project(x, context.positions)
+        mask = attention_mask(context.segment_ids, window if self.windowed else None)
+        implementation = choose_implementation(self.config.implementation, x.dtype)
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        return jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype))

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, losses, dispatch and its transports, experts, layer."""

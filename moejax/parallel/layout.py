@@ -1,0 +1,121 @@
+"""Which layer lives where: layers to virtual stages, and virtual stages to rows of the stacked weights.
+
+The model counts layers 0..L-1, dense ones first. A pipeline of S stages with v chunks each has S v virtual stages; the
+first L mod (S v) of them get one layer more, so that the last ones, which also carry the head, are the short ones (the
+published layout: 63 layers over 16 virtual stages are fifteen times 4 and once 3). Every device's part of an array has the
+same shape, so a stage has as many rows (slots) of a kind of block as the fullest stage needs; the rest stay unused.
+
+    logical stack [n_layers_of_kind, ...]   --to_physical-->   [S * slots, ...], sharded over pp   --to_logical--> back
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import PyTree
+
+from moejax.errors import UserError
+from moejax.parallel.schedules import Schedule
+
+
+class StageKind(NamedTuple):
+    """A program: stages of one kind run the same code. Layers by kind, and whether the ends of the model are here."""
+
+    n_dense: int
+    n_moe: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """Rows of one stack of blocks: slots per stage, the logical row held by each physical one (-1: unused)."""
+
+    slots: int
+    logical: np.ndarray  # int [S * slots]
+
+    @property
+    def identity(self) -> bool:
+        return bool(np.array_equal(self.logical, np.arange(len(self.logical))))
+
+    @property
+    def count(self) -> int:
+        return int(self.logical.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """kinds: the distinct programs. kind_of, first_dense_slot, first_moe_slot, first_layer: int32 [stages, chunks]."""
+
+    kinds: tuple[StageKind, ...]
+    kind_of: np.ndarray
+    first_dense_slot: np.ndarray
+    first_moe_slot: np.ndarray
+    first_layer: np.ndarray
+    stacks: dict[str, StackLayout]
+
+
+def layers_of_virtual_stages(n_layers: int, virtual_stages: int) -> list[range]:
+    """Consecutive layers per virtual stage; the first n_layers mod virtual_stages have one more."""
+    if virtual_stages > n_layers:
+        raise UserError(
+            f"{virtual_stages} pipeline stages (pp times chunks) are more than model.n_layers={n_layers}; each needs at least one layer."
+        )
+    base, extra = divmod(n_layers, virtual_stages)
+    bounds = np.cumsum([0] + [base + (q < extra) for q in range(virtual_stages)])
+    return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def make_layout(n_layers: int, n_dense: int, schedule: Schedule) -> Layout:
+    stages, chunks = schedule.stages, schedule.chunks
+    layers = layers_of_virtual_stages(n_layers, schedule.virtual_stages)
+    table = {name: np.zeros((stages, chunks), np.int32) for name in ("kind", "dense", "moe", "layer")}
+    rows: dict[str, list[list[int]]] = {"dense_blocks": [], "moe_blocks": []}
+    kinds: list[StageKind] = []
+    for stage in range(stages):
+        dense_here: list[int] = []
+        moe_here: list[int] = []
+        for chunk in range(chunks):
+            q = int(schedule.virtual_stage(stage, chunk))
+            dense = [layer for layer in layers[q] if layer < n_dense]
+            moe = [layer - n_dense for layer in layers[q] if layer >= n_dense]
+            kind = StageKind(len(dense), len(moe), q == 0, q == schedule.virtual_stages - 1)
+            if kind not in kinds:
+                kinds.append(kind)
+            table["kind"][stage, chunk] = kinds.index(kind)
+            table["dense"][stage, chunk], table["moe"][stage, chunk] = len(dense_here), len(moe_here)
+            table["layer"][stage, chunk] = layers[q].start
+            dense_here += dense
+            moe_here += moe
+        rows["dense_blocks"].append(dense_here)
+        rows["moe_blocks"].append(moe_here)
+    stacks = {}
+    for name, per_stage in rows.items():
+        slots = max(map(len, per_stage))
+        if slots:
+            padded = [here + [-1] * (slots - len(here)) for here in per_stage]
+            stacks[name] = StackLayout(slots, np.array(padded, np.int32).reshape(-1))
+    return Layout(tuple(kinds), table["kind"], table["dense"], table["moe"], table["layer"], stacks)
+
+
+def to_physical(stack: PyTree[Array], layout: StackLayout) -> PyTree[Array]:
+    """Rows of a logical stack, in the order stages hold them; unused rows are zero."""
+    if layout.identity:
+        return stack
+    row, used = jnp.maximum(layout.logical, 0), layout.logical >= 0
+
+    def place(x: Array) -> Array:
+        return jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), jnp.take(x, row, axis=0), jnp.zeros((), x.dtype))
+
+    return jax.tree.map(place, stack)
+
+
+def to_logical(stack: PyTree[Array], layout: StackLayout) -> PyTree[Array]:
+    """Rows in model order, unused ones left out; the inverse of `to_physical`."""
+    if layout.identity:
+        return stack
+    where = np.array([int(np.flatnonzero(layout.logical == row)[0]) for row in range(layout.count)])
+    return jax.tree.map(lambda x: jnp.take(x, where, axis=0), stack)

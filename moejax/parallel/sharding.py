@@ -1,0 +1,78 @@
+"""From logical axis names to mesh axes: where weights live, and where their master copy and moments live.
+
+One table, `RULES`, says which mesh axis a logical axis falls on; a weight is replicated over all others. Its fp32 master
+and moments are cut further, over every axis the weight is replicated on (ZeRO-1): `zero_layout` picks the dimension.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from moejax.mesh import AXES, MeshShape
+
+RULES = {"layers": "pp", "experts": "ep"}
+
+
+def is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+
+
+def param_spec(axes: tuple[str, ...]) -> PartitionSpec:
+    """Where the working copy of a weight with these logical axes lives."""
+    return PartitionSpec(*(RULES.get(name) for name in axes))
+
+
+@dataclass(frozen=True)
+class ZeroLayout:
+    """How the gradient, master and moments of one weight are spread.
+
+    spec: of the sharded arrays. scatter_axes: mesh axes that cut dimension `dimension` (none: replicated);
+    sum_axes: the remaining mesh axes over which the weight is replicated, summed whole.
+    """
+
+    spec: PartitionSpec
+    dimension: int
+    scatter_axes: tuple[str, ...]
+    sum_axes: tuple[str, ...]
+
+
+def zero_layout(shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape) -> ZeroLayout:
+    """Cut the largest dimension that divides over as many replicas as possible.
+
+    Preference: most devices first, then the largest dimension not already on a mesh axis.
+    """
+    sizes = {name: getattr(mesh, name) for name in AXES}
+    taken = [RULES.get(name) for name in axes]
+    replicas = tuple(name for name in AXES if name not in taken and sizes[name] > 1)
+    subsets = [tuple(n for i, n in enumerate(replicas) if mask >> i & 1) for mask in range(1, 2 ** len(replicas))]
+    free = [d for d in range(len(shape)) if taken[d] is None]
+    for subset in sorted(subsets, key=lambda s: -math.prod(sizes[n] for n in s)):
+        count = math.prod(sizes[n] for n in subset)
+        fitting = [d for d in free if shape[d] % count == 0]
+        if fitting:
+            dimension = max(fitting, key=lambda d: shape[d])
+            cut = [subset if d == dimension else name for d, name in enumerate(taken)]
+            spec = PartitionSpec(*(c[0] if isinstance(c, tuple) and len(c) == 1 else c for c in cut))
+            return ZeroLayout(spec, dimension, subset, tuple(n for n in replicas if n not in subset))
+    return ZeroLayout(PartitionSpec(*taken), 0, (), replicas)
+
+
+def zero_layouts(params: PyTree[Any], axes: PyTree[Any], mesh: MeshShape) -> PyTree[ZeroLayout]:
+    """`zero_layout` of every weight; params give global shapes."""
+    return jax.tree.map(lambda p, a: zero_layout(p.shape, a, mesh), params, axes, is_leaf=is_axes)
+
+
+def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:
+    """Inside the manual region: sum this device's fp32 gradient over all replicas, keeping this device's part."""
+    if layout.sum_axes:
+        gradient = lax.psum(gradient, layout.sum_axes)
+    if layout.scatter_axes:
+        gradient = lax.psum_scatter(
+            gradient, layout.scatter_axes, scatter_dimension=layout.dimension, tiled=True
+        )
+    return gradient

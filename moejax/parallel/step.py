@@ -1,0 +1,305 @@
+"""The train step: one manual region for forward and backward, then Optax on the shards, all in one compiled program.
+
+    params, batch --region: pipeline of stages, experts over ep, gradients reduced over the replicas--> fp32 gradient shards
+    gradient shards, master, moments --optax--> master, moments --cast, all-gather--> params
+
+`TrainProgram` holds what belongs to a (config, mesh) pair: shardings, abstract state, and the compiled functions.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from moejax.config import Config, Transport
+from moejax.context import Context
+from moejax.mesh import DATA_AXES, MeshShape, check_fit
+from moejax.models.head import IGNORED
+from moejax.models.transformer import Params, abstract_params, init_params, logical_axes
+from moejax.moe import dispatch
+from moejax.moe.layer import RouterStatistics
+from moejax.moe.rowwise import Rowwise
+from moejax.parallel import pipeline, sharding
+from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
+from moejax.parallel.optimizer import learning_rate, make_optimizer
+from moejax.parallel.schedule_check import check
+from moejax.parallel.schedule_makers import make_schedule
+from moejax.parallel.schedule_wiring import Wiring, wire
+from moejax.parallel.stage import Microbatch, StageProgram, Totals
+
+BATCH_SPEC = PartitionSpec(None, DATA_AXES)  # [microbatches, sequences, tokens]
+
+
+class TrainState(NamedTuple):
+    """Everything that training changes. Stacked blocks are in the order stages hold them (`layout.to_physical`).
+
+    step: int32; optimizer steps done. params: working weights. master: fp32. moments: optax state.
+    """
+
+    step: Array
+    params: Params
+    master: Params
+    moments: Any
+
+
+class PortableState(NamedTuple):
+    """What a checkpoint holds: all in fp32 and in model order, so that any mesh, schedule or precision can take it up.
+
+    step: int32. master, first_moment, second_moment: as `transformer.abstract_params`.
+    """
+
+    step: Array
+    master: Params
+    first_moment: Params
+    second_moment: Params
+
+
+class StepMetrics(NamedTuple):
+    """fp32, replicated; means are over the non-ignored tokens of the whole batch.
+
+    loss: cross entropy in nats. z_loss: weighted, of the output logits. auxiliary_loss: weighted, of the routers.
+    gradient_norm: global, before clipping. learning_rate. tokens: non-ignored ones.
+    routing: per MoE layer in model order, None without any: counts [L, E] routes; balance and z [L], unweighted, per token.
+    """
+
+    loss: Array
+    z_loss: Array
+    auxiliary_loss: Array
+    gradient_norm: Array
+    learning_rate: Array
+    tokens: Array
+    routing: RouterStatistics | None
+
+
+def choose_transport(config: Config, shape: MeshShape) -> dispatch.Transport:
+    """`auto` is `local` on one expert-parallel device and `rowwise` on more."""
+    wanted = config.parallel.experts.transport
+    if wanted == Transport.rowwise or (wanted == Transport.auto and shape.ep > 1):
+        return Rowwise("ep", shape.ep)
+    return dispatch.Local()
+
+
+class TrainProgram:
+    """The step of one config on one mesh, and the shardings around it.
+
+        program = TrainProgram(config, mesh)
+        state = program.init()
+        state, metrics = program.step(state, batch)       # batch: Microbatch of int32 [M, B, S], see `place_batch`
+
+    Raises UserError if the config does not fit the mesh.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.shape = MeshShape(**dict(mesh.shape))
+        check_fit(config, self.shape)
+        model, pipe = config.model, config.parallel.pipeline
+        self.schedule = make_schedule(pipe.schedule.value, self.shape.pp, pipe.microbatches)
+        check(self.schedule)
+        self.wiring: Wiring = wire(self.schedule)
+        self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule)
+        self.transport = choose_transport(config, self.shape)
+        self.stages = StageProgram(model, self.layout, jnp.dtype(config.precision.compute.value), config.parallel.recompute)
+        self.optimizer = make_optimizer(config.optimizer, config.train.steps)
+        self.params_dtype = jnp.dtype(config.precision.params.value)
+
+        self.axes = logical_axes(model)
+        self.logical_params = abstract_params(model)
+        self.abstract = jax.eval_shape(self._to_physical, self.logical_params)
+        self.param_specs = jax.tree.map(sharding.param_spec, self.axes, is_leaf=sharding.is_axes)
+        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape)
+        self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
+        self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings(), None))
+
+    # --- layouts and shardings -------------------------------------------------------------------------------------
+
+    def _to_physical(self, params: Params) -> Params:
+        stacks = self.layout.stacks
+        return {name: to_physical(p, stacks[name]) if name in stacks else p for name, p in params.items()}
+
+    def _to_logical(self, params: Params) -> Params:
+        stacks = self.layout.stacks
+        return {name: to_logical(p, stacks[name]) if name in stacks else p for name, p in params.items()}
+
+    def named(self, specs: PyTree[PartitionSpec]) -> PyTree[NamedSharding]:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+    def state_shardings(self) -> TrainState:
+        abstract = jax.eval_shape(self._fresh, jax.random.key(0))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        master = self.named(self.zero_specs)
+        moments = optax.tree_map_params(
+            self.optimizer, lambda _, s: s, abstract.moments, master, transform_non_params=lambda _: replicated
+        )
+        return TrainState(replicated, self.named(self.param_specs), master, moments)
+
+    def place_batch(self, batch: dict[str, np.ndarray]) -> Microbatch:
+        """Host arrays [sequences of this process, S] to a global Microbatch of [M, B, S] on the devices."""
+        parts = self.config.parallel.pipeline.microbatches
+        placed = NamedSharding(self.mesh, BATCH_SPEC)
+
+        def place(name: str) -> Array:
+            x = np.asarray(batch[name], np.int32)
+            return jax.make_array_from_process_local_data(placed, x.reshape(parts, -1, x.shape[-1]))
+
+        return Microbatch(place("tokens"), place("labels"), place("segment_ids"), place("positions"))
+
+    # --- the beginning ---------------------------------------------------------------------------------------------
+
+    def _fresh(self, key: Array) -> TrainState:
+        return self._with_params(init_params(self.config.model, key))
+
+    def _with_params(self, params: Params) -> TrainState:
+        """The state of step 0 from logical fp32 weights."""
+        master = self._to_physical(params)
+        weights = jax.tree.map(lambda p: p.astype(self.params_dtype), master)
+        return TrainState(jnp.zeros((), jnp.int32), weights, master, self.optimizer.init(master))
+
+    def init(self) -> TrainState:
+        """Fresh weights from `train.seed`: the same on every mesh."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._fresh, out_shardings=self.state_shardings())(jax.random.key(self.config.train.seed))
+
+    def with_params(self, params: Params) -> TrainState:
+        """The state of step 0 with given weights, in model order (`abstract_params`), e.g. from an importer."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._with_params, out_shardings=self.state_shardings())(params)
+
+    # --- what outlives the mesh ------------------------------------------------------------------------------------
+
+    def portable_shardings(self) -> PortableState:
+        """Shardings of the portable state on this mesh: as the master's, layers whole where stages pad or reorder them."""
+
+        def spec(shape: Any, axes: tuple[str, ...], stack: StackLayout | None) -> PartitionSpec:
+            if stack is None or stack.identity:
+                return sharding.zero_layout(shape.shape, axes, self.shape).spec
+            # the layer axis of the logical stack does not divide over pp: cut another dimension over all replicas
+            return sharding.zero_layout(shape.shape, ("", *axes[1:]), self.shape).spec
+
+        specs = {
+            name: jax.tree.map(lambda s, a, n=name: spec(s, a, self.layout.stacks.get(n)), shapes, self.axes[name])
+            for name, shapes in self.logical_params.items()
+        }
+        weights = self.named(specs)
+        return PortableState(NamedSharding(self.mesh, PartitionSpec()), weights, weights, weights)
+
+    def portable_target(self) -> PortableState:
+        """Shapes, dtypes and shardings to restore a portable state into."""
+        weights, step = self.logical_params, jax.ShapeDtypeStruct((), jnp.int32)
+        abstract = PortableState(step, weights, weights, weights)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, self.portable_shardings()
+        )
+
+    def portable(self, state: TrainState) -> PortableState:
+        """The state in model order, independent of mesh, schedule, transport and precision."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._portable, out_shardings=self.portable_shardings())(state)
+
+    def from_portable(self, portable: PortableState) -> TrainState:
+        """The inverse, on this mesh; bit for bit."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._from_portable, out_shardings=self.state_shardings())(portable)
+
+    def _portable(self, state: TrainState) -> PortableState:
+        first, second = (optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu"))
+        return PortableState(state.step, *map(self._to_logical, (state.master, first, second)))
+
+    def _from_portable(self, portable: PortableState) -> TrainState:
+        state = self._with_params(portable.master)
+        first, second = map(self._to_physical, (portable.first_moment, portable.second_moment))
+        # every count in the optimizer's state is the number of steps done
+        moments = optax.tree_utils.tree_set(state.moments, mu=first, nu=second, count=portable.step)
+        return state._replace(step=portable.step, moments=moments)
+
+    # --- the step --------------------------------------------------------------------------------------------------
+
+    def gradients(self, params: Params, batch: Microbatch, key: Array) -> tuple[Params, Totals, Array]:
+        """fp32 gradients sharded as the master, totals over the whole batch, and the number of non-ignored tokens."""
+        statistics = RouterStatistics(*[PartitionSpec("pp")] * 4) if self.stages.moe_slots else None
+        scalar = PartitionSpec()
+        region = jax.shard_map(
+            self._region,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
+            out_specs=(self.zero_specs, Totals(scalar, scalar, scalar, statistics), scalar),
+            check_vma=False,
+        )
+        return region(params, batch, key)
+
+    def _region(self, params: Params, batch: Microbatch, key: Array) -> tuple[Params, Totals, Array]:
+        data_axes = tuple(axis for axis in DATA_AXES if getattr(self.shape, axis) > 1)
+        sum_over_data = functools.partial(lax.psum, axis_name=data_axes) if data_axes else lambda x: x
+        # counts are whole numbers below 2^24 per device, summed exactly
+        loss_tokens = jnp.maximum(sum_over_data(jnp.sum(batch.labels != IGNORED).astype(jnp.float32)), 1.0)
+        tokens_M = sum_over_data(jnp.sum(batch.segment_ids >= 0, axis=(1, 2)).astype(jnp.float32))
+        local = batch.tokens.shape[1]
+        shard = lax.axis_index(data_axes) if data_axes else 0
+
+        def context_of(microbatch: Array, here: Microbatch) -> Context:
+            return Context(
+                segment_ids=here.segment_ids,
+                positions=here.positions,
+                sequence_ids=shard * local + jnp.arange(local),
+                loss_tokens=loss_tokens,
+                batch_tokens=tokens_M[microbatch],
+                transport=self.transport,
+                sum_over_data=sum_over_data,
+                key=jax.random.fold_in(key, microbatch),
+            )
+
+        gradients, totals = pipeline.run(self.stages, self.wiring, params, batch, context_of)
+        with jax.named_scope("reduce_gradients"):
+            gradients = jax.tree.map(sharding.reduce_gradient, gradients, self.zero)
+        everywhere = (*data_axes, "pp")
+        scalars = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), everywhere)
+        return gradients, Totals(*scalars, sum_over_data(totals.statistics)), loss_tokens
+
+    def _step(self, state: TrainState, batch: Microbatch) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(jax.random.key(self.config.train.seed), state.step)
+        gradients, totals, tokens = self.gradients(state.params, batch, key)
+        with jax.named_scope("optimizer"):
+            updates, moments = self.optimizer.update(gradients, state.moments, state.master)
+            master = optax.apply_updates(state.master, updates)
+            params = jax.tree.map(
+                lambda m, s: lax.with_sharding_constraint(m.astype(self.params_dtype), s),
+                master,
+                self.named(self.param_specs),
+            )
+        statistics = totals.statistics
+        if statistics is not None:
+            layers = to_logical(statistics, self.layout.stacks["moe_blocks"])
+            statistics = layers._replace(scores=layers.scores / tokens, balance=layers.balance / tokens, z=layers.z / tokens)
+        metrics = StepMetrics(
+            loss=totals.cross_entropy / tokens,
+            z_loss=self.config.model.z_loss * totals.z / tokens,
+            auxiliary_loss=totals.auxiliary,
+            gradient_norm=optax.tree.norm(gradients),
+            learning_rate=learning_rate(self.config.optimizer, self.config.train.steps)(state.step),
+            tokens=tokens,
+            routing=statistics,
+        )
+        return TrainState(state.step + 1, params, master, moments), metrics
+
+    def receive_buffer_rows(self) -> int:
+        """Rows of the expert receive buffer on each device."""
+        c = self.config
+        tokens = c.train.batch_tokens // c.parallel.pipeline.microbatches // self.shape.data_shards
+        return self.transport.buffer_rows(tokens, c.model.moe.top_k, c.model.moe.num_experts)
+
+    def parameter_bytes_per_device(self) -> int:
+        """Bytes of the working weights on one device."""
+        sizes = dict(self.mesh.shape)
+
+        def local(p: Any, spec: PartitionSpec) -> int:
+            return math.prod(p.shape) // math.prod(sizes[axis] for axis in spec if axis is not None)
+
+        counts = jax.tree.map(local, self.abstract, self.param_specs)
+        return sum(jax.tree.leaves(counts)) * self.params_dtype.itemsize

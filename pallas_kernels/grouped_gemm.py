@@ -1,0 +1,223 @@
+"""Grouped GEMM: each row times the matrix of its own expert, with gradients, on whatever machine compiles it.
+
+    lhs_RD, rhs_EDF, group_sizes_E --check--> implementation --> out_RF
+                                                 |-- loop   CPU, tiles of rows        (grouped_gemm_cpu.py)
+                                                 `-- xla    lax.ragged_dot_general    (everything else)
+    backward:  d lhs = grouped_gemm(d out, rhs read transposed)       d rhs = grouped_gemm_weight_grad(lhs, d out)
+
+Rows stand expert-major, as dispatch leaves them: group e owns rows [offset_e, offset_e + group_sizes[e]), offset_e being
+the sum of the sizes before it. Rows past the last group do not exist: whatever they hold, NaN included, reaches no result
+and no gradient, and they come out as zero.
+
+An implementation is a pair of functions in `_IMPLEMENTATIONS`; `auto` asks which platform the program is lowered for, so a
+program compiled on a CPU machine for an absent GPU takes the GPU's road.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from pallas_kernels.grouped_gemm_cpu import grouped_gemm_loop, grouped_gemm_weight_grad_loop
+
+_DTYPES = (jnp.float32.dtype, jnp.bfloat16.dtype)
+
+
+def grouped_gemm(
+    lhs_RD: Array, rhs_EDF: Array, group_sizes_E: Array, *, transpose_rhs: bool = False, implementation: str = "auto"
+) -> Array:
+    """out[r] = lhs[r] @ rhs[e] for every row r of group e; out[r] = 0 for the rows past the last group.
+
+    lhs_RD: [R, D], float32 or bfloat16, expert-major.
+    rhs_EDF: [E, D, F] in the dtype of lhs; with `transpose_rhs` [E, F, D], read transposed, never copied whole.
+    group_sizes_E: int32[E], rows per group; zeros allowed, sum at most R. Values are data: no recompilation, no check.
+    implementation: "auto" (what the platform compiled for does best), "loop" or "xla"; see `resolve_implementation`.
+
+    Returns [R, F] in the dtype of lhs; products are summed in float32. Differentiable, twice as well, in lhs and rhs by
+    reverse mode. Raises ValueError or TypeError, one sentence with the shapes, for operands that do not fit and for an
+    implementation that does not exist.
+    """
+    _check_implementation(implementation)
+    operands = f"lhs {_describe(lhs_RD)}, rhs {_describe(rhs_EDF)}, group_sizes {_describe(group_sizes_E)}"
+    layout = "[E, F, D] (transpose_rhs)" if transpose_rhs else "[E, D, F]"
+    if lhs_RD.ndim != 2 or rhs_EDF.ndim != 3 or group_sizes_E.ndim != 1:
+        raise ValueError(f"grouped_gemm takes lhs [R, D], rhs {layout} and group_sizes [E], got {operands}.")
+    if lhs_RD.shape[1] != rhs_EDF.shape[2 if transpose_rhs else 1] or rhs_EDF.shape[0] != group_sizes_E.shape[0]:
+        raise ValueError(f"D and E must agree in lhs [R, D], rhs {layout} and group_sizes [E], got {operands}.")
+    _check_dtypes("grouped_gemm", lhs_RD, rhs_EDF, group_sizes_E, operands)
+    return _gemm(lhs_RD, rhs_EDF, group_sizes_E, transpose_rhs, implementation)
+
+
+def grouped_gemm_weight_grad(
+    lhs_RD: Array, grad_RF: Array, group_sizes_E: Array, *, implementation: str = "auto"
+) -> Array:
+    """out[e] = lhs[rows of e]^T @ grad[rows of e]: the gradient of `grouped_gemm` in its weights; 0 for an empty group.
+
+    lhs_RD: [R, D] and grad_RF: [R, F], float32 or bfloat16, of one dtype; group_sizes_E: int32[E], as in `grouped_gemm`.
+    Returns [E, D, F] in the dtype of lhs, summed in float32. Errors as in `grouped_gemm`.
+    """
+    _check_implementation(implementation)
+    operands = f"lhs {_describe(lhs_RD)}, grad {_describe(grad_RF)}, group_sizes {_describe(group_sizes_E)}"
+    if lhs_RD.ndim != 2 or grad_RF.ndim != 2 or group_sizes_E.ndim != 1 or lhs_RD.shape[0] != grad_RF.shape[0]:
+        raise ValueError(f"grouped_gemm_weight_grad takes lhs [R, D], grad [R, F] and group_sizes [E], got {operands}.")
+    _check_dtypes("grouped_gemm_weight_grad", lhs_RD, grad_RF, group_sizes_E, operands)
+    return _weight_grad(lhs_RD, grad_RF, group_sizes_E, implementation)
+
+
+def grouped_gemm_reference(
+    lhs_RD: ArrayLike, rhs_EDF: ArrayLike, group_sizes_E: ArrayLike, *, transpose_rhs: bool = False
+) -> np.ndarray:
+    """`grouped_gemm` in float64 numpy, one dense product per group; what tests and benchmarks compare with. [R, F]."""
+    lhs_RD, rhs_EDF = np.asarray(lhs_RD, np.float64), np.asarray(rhs_EDF, np.float64)
+    out_RF = np.zeros((lhs_RD.shape[0], rhs_EDF.shape[1 if transpose_rhs else 2]))
+    for weight, rows in zip(rhs_EDF, _group_rows(group_sizes_E), strict=True):
+        out_RF[rows] = lhs_RD[rows] @ (weight.T if transpose_rhs else weight)
+    return out_RF
+
+
+def grouped_gemm_weight_grad_reference(lhs_RD: ArrayLike, grad_RF: ArrayLike, group_sizes_E: ArrayLike) -> np.ndarray:
+    """`grouped_gemm_weight_grad` in float64 numpy. [E, D, F]."""
+    lhs_RD, grad_RF = np.asarray(lhs_RD, np.float64), np.asarray(grad_RF, np.float64)
+    return np.stack([lhs_RD[rows].T @ grad_RF[rows] for rows in _group_rows(group_sizes_E)])
+
+
+def resolve_implementation(implementation: str = "auto", platform: str | None = None) -> str:
+    """The implementation that `implementation` names on `platform` ("cpu", "cuda", ...; default: this process's backend).
+
+    "auto" becomes a name, so that a run can print and save what it computes with. Raises ValueError for an unknown one.
+    """
+    _check_implementation(implementation)
+    if implementation != "auto":
+        return implementation
+    return _AUTO.get(platform or jax.default_backend(), _AUTO_ELSEWHERE)
+
+
+def _grouped_gemm_xla(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, transpose_rhs: bool) -> Array:
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2 if transpose_rhs else 1,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    out_RF = lax.ragged_dot_general(
+        lhs_RD, rhs, group_sizes_E, dimensions, preferred_element_type=jnp.dtype(jnp.float32)
+    )
+    # Both ends of the road by select: a backend may multiply the rows past the end, or leave them as they were.
+    return _zero_past_end(out_RF.astype(lhs_RD.dtype), group_sizes_E)
+
+
+def _weight_grad_xla(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array) -> Array:
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    out_EDF = lax.ragged_dot_general(
+        _zero_past_end(lhs_RD, group_sizes_E),
+        _zero_past_end(grad_RF, group_sizes_E),
+        group_sizes_E,
+        dimensions,
+        preferred_element_type=jnp.dtype(jnp.float32),
+    )
+    return out_EDF.astype(lhs_RD.dtype)
+
+
+class _Implementation(NamedTuple):
+    gemm: Callable[..., Array]           # (lhs_RD, rhs, group_sizes_E, *, transpose_rhs) -> out_RF
+    weight_grad: Callable[..., Array]    # (lhs_RD, grad_RF, group_sizes_E) -> out_EDF
+
+
+_IMPLEMENTATIONS = {
+    "loop": _Implementation(grouped_gemm_loop, grouped_gemm_weight_grad_loop),
+    "xla": _Implementation(_grouped_gemm_xla, _weight_grad_xla),
+}
+_AUTO = {"cpu": "loop"}
+_AUTO_ELSEWHERE = "xla"
+
+
+def _run(road: str, implementation: str, *operands: Array, **options: bool) -> Array:
+    """Call `road` ("gemm" or "weight_grad") of an implementation; "auto" is settled when a platform is lowered for."""
+
+    def of(name: str) -> Callable[..., Array]:
+        return functools.partial(getattr(_IMPLEMENTATIONS[name], road), **options)
+
+    if implementation != "auto":
+        return of(implementation)(*operands)
+    platforms = {platform: of(name) for platform, name in _AUTO.items()}
+    return lax.platform_dependent(*operands, default=of(_AUTO_ELSEWHERE), **platforms)
+
+
+# What is differentiated. The three products are closed under differentiation: each gradient is one of them again.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gemm(lhs_RD: Array, rhs: Array, group_sizes_E: Array, transpose_rhs: bool, implementation: str) -> Array:
+    if 0 in lhs_RD.shape or 0 in rhs.shape:
+        return jnp.zeros((lhs_RD.shape[0], rhs.shape[1 if transpose_rhs else 2]), lhs_RD.dtype)
+    return _run("gemm", implementation, lhs_RD, rhs, group_sizes_E, transpose_rhs=transpose_rhs)
+
+
+def _gemm_forward(lhs_RD: Array, rhs: Array, group_sizes_E: Array, transpose_rhs: bool, implementation: str) -> Any:
+    return _gemm(lhs_RD, rhs, group_sizes_E, transpose_rhs, implementation), (lhs_RD, rhs, group_sizes_E)
+
+
+def _gemm_backward(transpose_rhs: bool, implementation: str, saved: tuple[Array, Array, Array], grad_RF: Array) -> Any:
+    lhs_RD, rhs, group_sizes_E = saved
+    lhs_grad_RD = _gemm(grad_RF, rhs, group_sizes_E, not transpose_rhs, implementation)
+    factors = (grad_RF, lhs_RD) if transpose_rhs else (lhs_RD, grad_RF)
+    return lhs_grad_RD, _weight_grad(*factors, group_sizes_E, implementation), _no_gradient(group_sizes_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _weight_grad(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array, implementation: str) -> Array:
+    if 0 in lhs_RD.shape or 0 in grad_RF.shape or 0 in group_sizes_E.shape:
+        return jnp.zeros((group_sizes_E.shape[0], lhs_RD.shape[1], grad_RF.shape[1]), lhs_RD.dtype)
+    return _run("weight_grad", implementation, lhs_RD, grad_RF, group_sizes_E)
+
+
+def _weight_grad_forward(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array, implementation: str) -> Any:
+    return _weight_grad(lhs_RD, grad_RF, group_sizes_E, implementation), (lhs_RD, grad_RF, group_sizes_E)
+
+
+def _weight_grad_backward(implementation: str, saved: tuple[Array, Array, Array], cotangent_EDF: Array) -> Any:
+    lhs_RD, grad_RF, group_sizes_E = saved
+    lhs_cotangent_RD = _gemm(grad_RF, cotangent_EDF, group_sizes_E, True, implementation)
+    grad_cotangent_RF = _gemm(lhs_RD, cotangent_EDF, group_sizes_E, False, implementation)
+    return lhs_cotangent_RD, grad_cotangent_RF, _no_gradient(group_sizes_E)
+
+
+_gemm.defvjp(_gemm_forward, _gemm_backward)
+_weight_grad.defvjp(_weight_grad_forward, _weight_grad_backward)
+
+
+def _no_gradient(group_sizes_E: Array) -> np.ndarray:
+    return np.zeros(group_sizes_E.shape, jax.dtypes.float0)
+
+
+def _zero_past_end(rows_RD: Array, group_sizes_E: Array) -> Array:
+    exists = lax.broadcasted_iota(jnp.int32, (rows_RD.shape[0], 1), 0) < jnp.sum(group_sizes_E)
+    return jnp.where(exists, rows_RD, jnp.zeros((), rows_RD.dtype))
+
+
+def _group_rows(group_sizes_E: ArrayLike) -> list[slice]:
+    ends = np.cumsum(np.asarray(group_sizes_E)).tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _check_implementation(implementation: str) -> None:
+    if implementation != "auto" and implementation not in _IMPLEMENTATIONS:
+        names = ", ".join(repr(name) for name in ("auto", *_IMPLEMENTATIONS))
+        raise ValueError(f"grouped_gemm has no implementation {implementation!r}: use one of {names}.")
+
+
+def _check_dtypes(op: str, first: Array, second: Array, group_sizes_E: Array, operands: str) -> None:
+    if first.dtype not in _DTYPES or second.dtype != first.dtype:
+        raise TypeError(f"{op} takes two float32 or two bfloat16 operands (cast one with .astype), got {operands}.")
+    if group_sizes_E.dtype != jnp.int32:
+        raise TypeError(f"{op} takes group_sizes as int32, got {operands}.")
+
+
+def _describe(array: Array) -> str:
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
