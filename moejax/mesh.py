@@ -109,7 +109,9 @@ def check_fit(config: Config, shape: MeshShape) -> None:
         hint = f"; near it these fit: {' or '.join(map(str, others))}" if others else ""
         raise UserError(f"The mesh {shape} does not fit: {reason}{hint}.")
     if config.parallel.experts.transport == Transport.local and shape.ep > 1:
-        raise UserError(f"parallel.experts.transport=local needs ep=1, and the mesh has ep={shape.ep}; use auto or rowwise.")
+        raise UserError(
+            f"parallel.experts.transport=local needs ep=1, and the mesh has ep={shape.ep}; use auto or rowwise."
+        )
 
 
 def prepare_devices(devices: int) -> None:
@@ -156,6 +158,8 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
             if kind == "CPU"
             else "ask for a smaller mesh or more devices"
         )
-        raise UserError(f"The mesh {shape} needs {shape.devices} devices and there are {len(devices)} ({kind}); {hint}.")
+        raise UserError(
+            f"The mesh {shape} needs {shape.devices} devices and there are {len(devices)} ({kind}); {hint}."
+        )
     grid = np.array(devices[: shape.devices]).reshape(shape.pp, shape.dp, shape.ep)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)

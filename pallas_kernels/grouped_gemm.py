@@ -5,12 +5,12 @@
                                                  `-- xla    lax.ragged_dot_general    (everything else)
     backward:  d lhs = grouped_gemm(d out, rhs read transposed)       d rhs = grouped_gemm_weight_grad(lhs, d out)
 
-Rows stand expert-major, as dispatch leaves them: group e owns rows [offset_e, offset_e + group_sizes[e]), offset_e being
-the sum of the sizes before it. Rows past the last group do not exist: whatever they hold, NaN included, reaches no result
-and no gradient, and they come out as zero.
+Rows stand expert-major, as dispatch leaves them: group e owns rows [offset_e, offset_e + group_sizes[e]), offset_e
+being the sum of the sizes before it. Rows past the last group do not exist: whatever they hold, NaN included, reaches
+no result and no gradient, and they come out as zero.
 
-An implementation is a pair of functions in `_IMPLEMENTATIONS`; `auto` asks which platform the program is lowered for, so a
-program compiled on a CPU machine for an absent GPU takes the GPU's road.
+An implementation is a pair of functions in `_IMPLEMENTATIONS`; "auto" asks which platform the program is lowered for,
+so a program compiled on a CPU machine for an absent GPU takes the GPU's road.
 """
 
 import functools
@@ -58,7 +58,7 @@ def grouped_gemm_weight_grad(
 ) -> Array:
     """out[e] = lhs[rows of e]^T @ grad[rows of e]: the gradient of `grouped_gemm` in its weights; 0 for an empty group.
 
-    lhs_RD: [R, D] and grad_RF: [R, F], float32 or bfloat16, of one dtype; group_sizes_E: int32[E], as in `grouped_gemm`.
+    lhs_RD: [R, D] and grad_RF: [R, F], both float32 or both bfloat16; group_sizes_E: int32[E], as in `grouped_gemm`.
     Returns [E, D, F] in the dtype of lhs, summed in float32. Errors as in `grouped_gemm`.
     """
     _check_implementation(implementation)
@@ -87,7 +87,7 @@ def grouped_gemm_weight_grad_reference(lhs_RD: ArrayLike, grad_RF: ArrayLike, gr
 
 
 def resolve_implementation(implementation: str = "auto", platform: str | None = None) -> str:
-    """The implementation that `implementation` names on `platform` ("cpu", "cuda", ...; default: this process's backend).
+    """What `implementation` means on `platform` ("cpu", "cuda", ...; default: the backend of this process).
 
     "auto" becomes a name, so that a run can print and save what it computes with. Raises ValueError for an unknown one.
     """
@@ -125,8 +125,8 @@ def _weight_grad_xla(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array) -> Arr
 
 
 class _Implementation(NamedTuple):
-    gemm: Callable[..., Array]           # (lhs_RD, rhs, group_sizes_E, *, transpose_rhs) -> out_RF
-    weight_grad: Callable[..., Array]    # (lhs_RD, grad_RF, group_sizes_E) -> out_EDF
+    gemm: Callable[..., Array]  # (lhs_RD, rhs, group_sizes_E, *, transpose_rhs) -> out_RF
+    weight_grad: Callable[..., Array]  # (lhs_RD, grad_RF, group_sizes_E) -> out_EDF
 
 
 _IMPLEMENTATIONS = {

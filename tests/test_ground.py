@@ -1,8 +1,8 @@
 """The ground stays level: packaging, imports, layers, sizes, and a set-up that cannot half succeed.
 
-    pyproject.toml -> extras, dependencies, bounds
-    sources (as syntax trees) -> which module imports which, third-party names, lines
-    tools/find_python.sh, tools/set_up.py -> run on made-up machines and folders
+pyproject.toml -> extras, dependencies, bounds
+sources (as syntax trees) -> which module imports which, third-party names, lines
+tools/find_python.sh, tools/set_up.py -> run on made-up machines and folders
 """
 
 import ast
@@ -237,7 +237,7 @@ def test_find_python_asks_uv_last(bare, tmp_path):
 
 
 def test_find_python_does_not_replace_the_one_asked_for(bare):
-    program(bare, "uv", "exit 0")   # with uv at hand an interpreter needs no ensurepip
+    program(bare, "uv", "exit 0")  # with uv at hand an interpreter needs no ensurepip
     program(bare, "python3.12", "echo /from/path")
     assert find_python(bare, MOEJAX_PYTHON=sys.executable).stdout == f"{sys._base_executable}\n"
     done = find_python(bare, MOEJAX_PYTHON="/nowhere/python")

@@ -55,7 +55,9 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
     for name, value in settings.items():
         inert = value is None or value is False or name in WITHOUT_EFFECT
         if name not in (*SIZES, *DEFAULTS) and not inert:
-            raise UserError(f"The Olmo-core setting {name}={value!r} has no counterpart in moejax; it cannot be imported.")
+            raise UserError(
+                f"The Olmo-core setting {name}={value!r} has no counterpart in moejax; it cannot be imported."
+            )
     if known["attn"] not in ("default", "fused_v2"):
         raise UserError(f"The Olmo-core setting attn={known['attn']!r} cannot be imported; default and fused_v2 can.")
     assignment = c.Assignment.learned
@@ -114,7 +116,9 @@ def _one_of(kind: Any, name: str, value: Any) -> Any:
 
 def _granularity(value: Any) -> c.BalanceGranularity:
     if value not in GRANULARITY:
-        raise UserError(f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; there are {', '.join(GRANULARITY)}.")
+        raise UserError(
+            f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; there are {', '.join(GRANULARITY)}."
+        )
     return GRANULARITY[value]
 
 
@@ -128,12 +132,18 @@ def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
     reader = _Reader(tensors)
     params: Params = {
         "embedding": {"table": reader.take("embeddings.weight")},
-        "head": {"norm": {"gain": reader.take("lm_head.norm.weight")}, "w": reader.take("lm_head.w_out.weight", _transposed)},
+        "head": {
+            "norm": {"gain": reader.take("lm_head.norm.weight")},
+            "w": reader.take("lm_head.w_out.weight", _transposed),
+        },
     }
     if model.embed_norm:
         params["embedding"]["norm"] = {"gain": reader.take("embedding_norm.weight")}
     blocks = [_import_block(model, reader, layer) for layer in range(model.n_layers)]
-    for name, part in (("dense_blocks", blocks[: model.n_dense_layers]), ("moe_blocks", blocks[model.n_dense_layers :])):
+    for name, part in (
+        ("dense_blocks", blocks[: model.n_dense_layers]),
+        ("moe_blocks", blocks[model.n_dense_layers :]),
+    ):
         if part:
             params[name] = jax.tree.map(lambda *rows: np.stack(rows), *part)
     reader.finish()
@@ -141,7 +151,9 @@ def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
     def fit(path: Any, shape: jax.ShapeDtypeStruct, value: np.ndarray) -> np.ndarray:
         if value.size != math.prod(shape.shape):
             where = ".".join(key.key for key in path)
-            raise UserError(f"The Olmo-core tensors for {where} hold {value.size} numbers; the model has {shape.shape} there.")
+            raise UserError(
+                f"The Olmo-core tensors for {where} hold {value.size} numbers; the model has {shape.shape} there."
+            )
         return np.ascontiguousarray(value.reshape(shape.shape), np.float32)
 
     return jax.tree_util.tree_map_with_path(fit, shapes, params)
@@ -166,7 +178,9 @@ class _Reader:
     def finish(self) -> None:
         left = sorted(set(self.tensors) - self.used)
         if left:
-            raise UserError(f"The Olmo-core checkpoint has {len(left)} tensors that this model has no place for, such as {left[0]}.")
+            raise UserError(
+                f"The Olmo-core checkpoint has {len(left)} tensors that this model has no place for, such as {left[0]}."
+            )
 
 
 def _import_block(model: c.ModelConfig, reader: _Reader, layer: int) -> Params:

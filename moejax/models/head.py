@@ -60,7 +60,9 @@ class Head(nnx.Module):
         w_DV = self.weight_DV(embedding).astype(x.dtype)
         return jnp.matmul(self.norm(x), w_DV, preferred_element_type=jnp.float32)
 
-    def loss(self, x: Float[Array, "B S D"], labels_BS: Int[Array, "B S"], embedding: Embedding) -> tuple[Array, HeadLoss]:
+    def loss(
+        self, x: Float[Array, "B S D"], labels_BS: Int[Array, "B S"], embedding: Embedding
+    ) -> tuple[Array, HeadLoss]:
         """(sum of cross entropy + z_weight * sum of squared log-sum-exps over non-ignored labels, the two sums)."""
         x_TD = self.norm(x).reshape(-1, x.shape[-1])
         w_DV = self.weight_DV(embedding).astype(x.dtype)

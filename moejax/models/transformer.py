@@ -134,9 +134,7 @@ class Transformer(nnx.Module):
     def pure_params(self) -> Params:
         return jax.tree.map(lambda p: p[...], self.params, is_leaf=lambda p: isinstance(p, nnx.Param))
 
-    def __call__(
-        self, ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None
-    ) -> Float[Array, "B S V"]:
+    def __call__(self, ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None) -> Float[Array, "B S V"]:
         logits, _ = self.with_routing(ids, segment_ids)
         return logits
 

@@ -1,6 +1,6 @@
 """A file that grows by whole records, each handed to the system in one go, and sentences for a disk that refuses.
 
-    record: bytes --append--> file        a SIGKILL may leave half of the last record, a full disk leaves none of it
+record: bytes --append--> file        a SIGKILL may leave half of the last record, a full disk leaves none of it
 """
 
 import contextlib

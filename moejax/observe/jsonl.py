@@ -67,25 +67,22 @@ def cut_after(path: Path, last_step: int | None) -> None:
     if not path.is_file():  # absent, or a device such as /dev/stdout: nothing to keep
         return
 
-    def kept(record: dict[str, Any] | None) -> bool:
-        return record is not None and last_step is not None and record["step"] <= last_step
-
     try:
-        unreadable, changed, count = [], False, 0
+        keep, unreadable, changed = [], [], False
         for line, record in _lines(path):
-            count += 1
-            changed |= not kept(record) or not line.endswith(b"\n")
+            keep.append(record is not None and last_step is not None and record["step"] <= last_step)
+            changed |= not keep[-1] or not line.endswith(b"\n")
             if record is None:
-                unreadable.append(count)
+                unreadable.append(len(keep))
         if not changed:
             return
-        if last_step is not None and any(number != count for number in unreadable):
+        if last_step is not None and any(number != len(keep) for number in unreadable):
             # A kill can only halve the last line. Anything else came from outside, and is worth a word.
             _logger.warning("%s: lines %s were no records and are left out.", path, _listed(unreadable))
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "wb") as out:
-                out.writelines(line.rstrip(b"\n") + b"\n" for line, record in _lines(path) if kept(record))
+            with open(path, "rb") as file, open(temporary, "wb") as out:
+                out.writelines(line.rstrip(b"\n") + b"\n" for line, kept in zip(file, keep, strict=True) if kept)
                 out.flush()
                 os.fsync(out.fileno())
             os.replace(temporary, path)

@@ -1,7 +1,7 @@
 """How evenly the experts were loaded: figures for a layer, and a map of all layers that fits in a terminal.
 
-    counts (token rows per expert) [E] or [L, E] --load_statistics--> {"max_over_mean": ...}
-                                                 --load_map--> "layer 0 ▃▄█▂·▄▄▅  1.93x  1 dead"
+counts (token rows per expert) [E] or [L, E] --load_statistics--> {"max_over_mean": ...}
+                                             --load_map--> "layer 0 ▃▄█▂·▄▄▅  1.93x  1 dead"
 """
 
 import math

@@ -1,6 +1,6 @@
 """How fast a run goes: seconds a step, tokens/s, model FLOP/s and the time left, from the moments steps end.
 
-    start() ... finish(step) finish(step) ... --> seconds a step, last `window` intervals --median--> Rates
+start() ... finish(step) finish(step) ... --> seconds a step, last `window` intervals --median--> Rates
 """
 
 import time

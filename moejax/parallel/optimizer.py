@@ -15,9 +15,14 @@ from jaxtyping import PyTree
 from moejax.config import LRSchedule, OptimizerConfig
 from moejax.errors import UserError
 
+
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warm-up from 0, then constant, cosine, or stable with a final linear decay (wsd), ending at `steps`."""
-    peak, warmup, end = config.learning_rate, config.schedule.warmup_steps, config.learning_rate * config.schedule.final_fraction
+    peak, warmup, end = (
+        config.learning_rate,
+        config.schedule.warmup_steps,
+        config.learning_rate * config.schedule.final_fraction,
+    )
     if warmup >= steps and config.schedule.kind != LRSchedule.constant:
         raise UserError(f"optimizer.schedule.warmup_steps={warmup} must be less than train.steps={steps}.")
     if config.schedule.kind == LRSchedule.constant:

@@ -11,6 +11,7 @@ The predicate of the switch depends on the pipeline stage alone, so all devices 
 branch and its collectives meet.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,11 +23,13 @@ from jax import Array, lax
 from moejax.context import Context
 from moejax.models.transformer import Params
 from moejax.parallel.layout import StageKind
-from moejax.parallel.schedule_wiring import From, Wiring
+from moejax.parallel.schedule_makers import make_schedule
+from moejax.parallel.schedule_wiring import From, Wiring, wire
 from moejax.parallel.schedules import Op
 from moejax.parallel.stage import Microbatch, Place, StageProgram, Totals
 
 PIPELINE_AXIS = "pp"
+RING_SIZES = ("activation_slots", "cotangent_slots", "stash_slots", "keep_inputs")
 
 
 class Rings(NamedTuple):
@@ -52,6 +55,7 @@ def run(
     """fp32 gradients of this device's share of the loss (by slot for stacked blocks), and its totals.
 
     batch: int32[M, B, S] each, this device's sequences. context_of(m, microbatch): the context of microbatch m.
+    Of a table without backwards (`forward_only`) the gradients are {} and the totals hold the losses alone.
     Runs inside a region that is manual over the pipeline axis.
     """
     stages = wiring.op.shape[1]
@@ -74,9 +78,20 @@ def run(
         jnp.zeros((wiring.activation_slots, *shape), program.compute),
         jnp.zeros((wiring.cotangent_slots, *shape), program.compute),
     )
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    trained = params if np.any(wiring.op == Op.BACKWARD) else {}
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     carry, _ = lax.scan(tick, Carry(rings, zeros, program.zero_totals()), rows)
     return carry.gradients, carry.totals
+
+
+def forward_only(stages: int, microbatches: int) -> Wiring:
+    """The table of evaluation: every microbatch straight through."""
+    whole = make_schedule("gpipe", stages, microbatches)
+    ticks = microbatches + stages - 1  # GPipe runs all forwards first
+    wiring = wire(whole, keep_inputs=False)
+    tables = {f.name: getattr(wiring, f.name)[:ticks] for f in dataclasses.fields(wiring) if f.name not in RING_SIZES}
+    assert np.sum(tables["op"] == Op.FORWARD) == stages * microbatches
+    return dataclasses.replace(wiring, **tables, cotangent_slots=1)
 
 
 def _bind(branch: Any, program: StageProgram, params: Params, context_of: Any) -> Any:
@@ -86,12 +101,15 @@ def _bind(branch: Any, program: StageProgram, params: Params, context_of: Any) -
 def _branches(program: StageProgram, wiring: Wiring) -> tuple[list[Any], np.ndarray]:
     """The distinct programs of this table, and which one runs at each tick and stage: int32 [ticks, stages]."""
     made: list[tuple[Any, StageKind | None]] = []
+    training = bool(np.any(wiring.op == Op.BACKWARD))
     index = np.zeros(wiring.op.shape, np.int32)
     for (tick, stage), op in np.ndenumerate(wiring.op):
         kind = program.layout.kinds[program.layout.kind_of[stage, wiring.chunk[tick, stage]]] if op != Op.IDLE else None
         # the last virtual stage computes its forward inside its backward: alone it would feed nobody
-        if kind is None or (op == Op.FORWARD and kind.last):
+        if kind is None or (op == Op.FORWARD and kind.last and training):
             entry = (_idle, None)
+        elif op == Op.FORWARD and kind.last:
+            entry = (_evaluate, kind)
         else:
             entry = ({Op.FORWARD: _forward, Op.BACKWARD: _backward}[Op(op)], kind)
         if entry not in made:
@@ -123,7 +141,9 @@ def _rows(program: StageProgram, wiring: Wiring) -> dict[str, np.ndarray]:
     }
 
 
-def _idle(kind: None, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Any) -> Any:
+def _idle(
+    kind: None, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Any
+) -> Any:
     del kind, program, params, context_of, row, batch
     return carry, jnp.zeros(carry.rings.activations.shape[1:], carry.rings.activations.dtype)
 
@@ -144,6 +164,17 @@ def _forward(
     x = None if kind.first else _slot(carry.rings.activations, row["activation_slot"])
     with jax.named_scope("forward"):
         return carry, program.forward(kind, params, x, here, context_of(row["microbatch"], here), place)
+
+
+def _evaluate(
+    kind: StageKind, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Microbatch
+) -> tuple[Carry, Array]:
+    here, _ = _read(batch, row)
+    carry, x = _forward(kind, program, params, context_of, carry, row, batch)
+    _, sums = program.head_loss(params["head"], params["embedding"], x, here.labels)
+    totals = carry.totals
+    totals = totals._replace(cross_entropy=totals.cross_entropy + sums.cross_entropy, z=totals.z + sums.z)
+    return carry._replace(totals=totals), x
 
 
 def _backward(
@@ -178,6 +209,8 @@ def _deliver(rings: Rings, out: Array, row: dict[str, Array], wiring: Wiring, st
         return ring
 
     return Rings(
-        store(rings.activations, row["store_activation_from"], row["store_activation_slot"], wiring.store_activation_from),
+        store(
+            rings.activations, row["store_activation_from"], row["store_activation_slot"], wiring.store_activation_from
+        ),
         store(rings.cotangents, row["store_cotangent_from"], row["store_cotangent_slot"], wiring.store_cotangent_from),
     )

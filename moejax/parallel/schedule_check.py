@@ -222,7 +222,7 @@ def check_wiring(schedule: Schedule, wiring: Wiring) -> None:
             for ring in (ring for ring, wants in wanted.items() if wants):
                 slot = int(slots[ring][tick, stage])
                 value, left = held.get((ring, stage, slot), (None, 0))
-                if value != (m, q) or not left:
+                if value != (m, q):
                     there = "nothing" if value is None else _value(schedule, value)
                     _refuse(schedule, f"{_at(schedule, tick, stage)} reads {ring} slot {slot}, which holds {there}")
                 held[ring, stage, slot] = (m, q), left - 1

@@ -8,7 +8,7 @@
     1f1b_lockstep     loop       2(M + S-1)         min(M, 2(S - s))         (S-1)/(M+S-1)
     interleaved_1f1b  loop       2(Mv + S-1)        (v+1)S - 2s  (a)         (S-1)/(Mv+S-1)
     zero_bubble       loop       3Mv + S-1  (b)     min(M, S) for v=1        (S-1)/(3Mv+S-1)
-    zero_bubble_v     v          6M + S-1  (c)      2S half-stages, or +2    (S-1)/(6M+S-1)
+    zero_bubble_v     v          6M + S-1  (c)      2S + 2 chunk inputs      (S-1)/(6M+S-1)
 
 For M >= S; fewer microbatches than stages leave every schedule waiting. (a) when S divides M: a remainder costs stash,
 not ticks. (b) for v >= 2 from M = 2S on. (c) when S divides M; fewer than S ticks more otherwise.
@@ -16,7 +16,8 @@ not ticks. (b) for v >= 2 from M = 2S on. (c) when S divides M; fewer than S tic
 Two clocks matter. When each stage runs at its own pace, only the order of its ops counts, and 1F1B keeps S - s inputs.
 When all stages begin a tick together, a tick lasts as long as its dearest op, and 1F1B has cheap forwards and dear
 backwards in nearly every tick. `1f1b_lockstep` and `interleaved_1f1b` run only forwards or only backwards in a tick, on
-all stages, so that a step takes (M+S-1)(F+B) instead of nearly 2(M+S-1)B, for the larger stash.
+all stages, so that a step takes (M+S-1)(F+B) instead of nearly 2(M+S-1)B, for the larger stash. For S=8, M=32, F=1, B=2
+`step_time` in step gives 148 for 1f1b, 117 for 1f1b_lockstep, 106.5 for interleaved_1f1b with v=2 (2026-11).
 """
 
 import numpy as np

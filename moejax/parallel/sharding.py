@@ -72,7 +72,5 @@ def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:
     if layout.sum_axes:
         gradient = lax.psum(gradient, layout.sum_axes)
     if layout.scatter_axes:
-        gradient = lax.psum_scatter(
-            gradient, layout.scatter_axes, scatter_dimension=layout.dimension, tiled=True
-        )
+        gradient = lax.psum_scatter(gradient, layout.scatter_axes, scatter_dimension=layout.dimension, tiled=True)
     return gradient

@@ -106,22 +106,21 @@ class StageProgram:
         with jax.named_scope("head"):
             return p.head(head).loss(x, labels, p.embedding(embedding))
 
-    def forward(self, kind: StageKind, params: Params, x: Array | None, batch: Microbatch, context: Context, place: Place) -> Array:
+    def forward(
+        self, kind: StageKind, params: Params, x: Array | None, batch: Microbatch, context: Context, place: Place
+    ) -> Array:
         """Activation for the next virtual stage; x is None on the first one, which reads the tokens."""
         x = self.embed(params["embedding"], batch.tokens) if kind.first else x
         for name, count, slot, layer in self._stacks(kind, place):
 
-            def step(x: Array, i: Array, name: str = name, slot: Array = slot, layer: Array = layer) -> tuple[Array, None]:
+            def step(
+                x: Array, i: Array, name: str = name, slot: Array = slot, layer: Array = layer
+            ) -> tuple[Array, None]:
                 (y, _), _ = self._block(name, context, layer + i)(row(params[name], slot + i), x)
                 return y, None
 
             x, _ = lax.scan(step, x, jnp.arange(count))
         return x
-
-    def evaluate(self, params: Params, x: Array, batch: Microbatch, context: Context, kind: StageKind, place: Place) -> Any:
-        """Sums of cross entropy and z of the last virtual stage, no gradients."""
-        x = self.forward(kind, params, x, batch, context, place)
-        return self.head_loss(params["head"], params["embedding"], x, batch.labels)[1]
 
     def backward(
         self,

@@ -6,8 +6,8 @@
 `TrainProgram` holds what belongs to a (config, mesh) pair: shardings, abstract state, and the compiled functions.
 """
 
-import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -104,9 +104,12 @@ class TrainProgram:
         self.schedule = make_schedule(pipe.schedule.value, self.shape.pp, pipe.microbatches)
         check(self.schedule)
         self.wiring: Wiring = wire(self.schedule)
+        self.evaluation_wiring = pipeline.forward_only(self.shape.pp, pipe.microbatches)
         self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule)
         self.transport = choose_transport(config, self.shape)
-        self.stages = StageProgram(model, self.layout, jnp.dtype(config.precision.compute.value), config.parallel.recompute)
+        self.stages = StageProgram(
+            model, self.layout, jnp.dtype(config.precision.compute.value), config.parallel.recompute
+        )
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.params_dtype = jnp.dtype(config.precision.params.value)
 
@@ -117,6 +120,7 @@ class TrainProgram:
         self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape)
         self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings(), None))
+        self.evaluate = jax.jit(self._evaluate)
 
     # --- layouts and shardings -------------------------------------------------------------------------------------
 
@@ -129,7 +133,9 @@ class TrainProgram:
         return {name: to_logical(p, stacks[name]) if name in stacks else p for name, p in params.items()}
 
     def named(self, specs: PyTree[PartitionSpec]) -> PyTree[NamedSharding]:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
 
     def state_shardings(self) -> TrainState:
         abstract = jax.eval_shape(self._fresh, jax.random.key(0))
@@ -140,14 +146,28 @@ class TrainProgram:
         )
         return TrainState(replicated, self.named(self.param_specs), master, moments)
 
-    def place_batch(self, batch: dict[str, np.ndarray]) -> Microbatch:
-        """Host arrays [sequences of this process, S] to a global Microbatch of [M, B, S] on the devices."""
+    def data_shard(self) -> tuple[int, int]:
+        """(i, n): this process feeds part i of n equal parts of each batch; processes of other stages may share it."""
+        sequences = self.config.train.batch_tokens // self.config.data.sequence_length
+        per_part = sequences // self.config.parallel.pipeline.microbatches
+        shape = (self.config.parallel.pipeline.microbatches, per_part, self.config.data.sequence_length)
+        mine = NamedSharding(self.mesh, BATCH_SPEC).addressable_devices_indices_map(shape).values()
+        starts = sorted({index[1].indices(per_part)[0] for index in mine})
+        size = per_part // self.shape.data_shards * len(starts)
+        return starts[0] // size, per_part // size
+
+    def place_batch(self, batch: Mapping[str, np.ndarray]) -> Microbatch:
+        """This process's rows of a batch, [sequences, S] each, to a global Microbatch of [M, B, S] on the devices.
+
+        Sequence i belongs to microbatch i mod M, so that the microbatches are the same however many processes there are.
+        """
         parts = self.config.parallel.pipeline.microbatches
         placed = NamedSharding(self.mesh, BATCH_SPEC)
 
         def place(name: str) -> Array:
             x = np.asarray(batch[name], np.int32)
-            return jax.make_array_from_process_local_data(placed, x.reshape(parts, -1, x.shape[-1]))
+            by_microbatch = np.ascontiguousarray(x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1))
+            return jax.make_array_from_process_local_data(placed, by_microbatch)
 
         return Microbatch(place("tokens"), place("labels"), place("segment_ids"), place("positions"))
 
@@ -165,7 +185,14 @@ class TrainProgram:
     def init(self) -> TrainState:
         """Fresh weights from `train.seed`: the same on every mesh."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._fresh, out_shardings=self.state_shardings())(jax.random.key(self.config.train.seed))
+            fresh = jax.jit(self._fresh, out_shardings=self.state_shardings(), compiler_options=self._quick_compile())
+            return fresh(jax.random.key(self.config.train.seed))
+
+    def _quick_compile(self) -> dict[str, Any]:
+        """On CPU the initial weights are compiled without optimisation: 2 s, not 16 s (2026-11), and it runs once."""
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return {}
+        return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
     def with_params(self, params: Params) -> TrainState:
         """The state of step 0 with given weights, in model order (`abstract_params`), e.g. from an importer."""
@@ -234,14 +261,47 @@ class TrainProgram:
         )
         return region(params, batch, key)
 
+    def _evaluate(self, params: Params, batch: Microbatch) -> tuple[Array, Array]:
+        """(sum of cross entropy in nats, non-ignored tokens) of a batch, forward only."""
+        scalar = PartitionSpec()
+        region = jax.shard_map(
+            self._evaluation_region,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4)),
+            out_specs=(scalar, scalar),
+            check_vma=False,
+        )
+        return region(params, batch)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in DATA_AXES if getattr(self.shape, axis) > 1)
+
+    def _sum_over_data(self, x: Any) -> Any:
+        return lax.psum(x, self.data_axes) if self.data_axes else x
+
     def _region(self, params: Params, batch: Microbatch, key: Array) -> tuple[Params, Totals, Array]:
-        data_axes = tuple(axis for axis in DATA_AXES if getattr(self.shape, axis) > 1)
-        sum_over_data = functools.partial(lax.psum, axis_name=data_axes) if data_axes else lambda x: x
+        gradients, totals, loss_tokens = self._run(params, batch, key, self.wiring)
+        with jax.named_scope("reduce_gradients"):
+            gradients = jax.tree.map(sharding.reduce_gradient, gradients, self.zero)
+        return gradients, self._global(totals), loss_tokens
+
+    def _evaluation_region(self, params: Params, batch: Microbatch) -> tuple[Array, Array]:
+        # random routing, if that is asked for, draws the same in every evaluation
+        _, totals, loss_tokens = self._run(params, batch, jax.random.key(0), self.evaluation_wiring)
+        return self._global(totals).cross_entropy, loss_tokens
+
+    def _global(self, totals: Totals) -> Totals:
+        scalars = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), (*self.data_axes, "pp"))
+        return Totals(*scalars, self._sum_over_data(totals.statistics))
+
+    def _run(self, params: Params, batch: Microbatch, key: Array, wiring: Wiring) -> tuple[Params, Totals, Array]:
+        """The pipeline on this device's part, inside the manual region; the third is the count of non-ignored tokens."""
         # counts are whole numbers below 2^24 per device, summed exactly
-        loss_tokens = jnp.maximum(sum_over_data(jnp.sum(batch.labels != IGNORED).astype(jnp.float32)), 1.0)
-        tokens_M = sum_over_data(jnp.sum(batch.segment_ids >= 0, axis=(1, 2)).astype(jnp.float32))
+        loss_tokens = jnp.maximum(self._sum_over_data(jnp.sum(batch.labels != IGNORED).astype(jnp.float32)), 1.0)
+        tokens_M = self._sum_over_data(jnp.sum(batch.segment_ids >= 0, axis=(1, 2)).astype(jnp.float32))
         local = batch.tokens.shape[1]
-        shard = lax.axis_index(data_axes) if data_axes else 0
+        shard = lax.axis_index(self.data_axes) if self.data_axes else 0
 
         def context_of(microbatch: Array, here: Microbatch) -> Context:
             return Context(
@@ -251,16 +311,12 @@ class TrainProgram:
                 loss_tokens=loss_tokens,
                 batch_tokens=tokens_M[microbatch],
                 transport=self.transport,
-                sum_over_data=sum_over_data,
+                sum_over_data=self._sum_over_data,
                 key=jax.random.fold_in(key, microbatch),
             )
 
-        gradients, totals = pipeline.run(self.stages, self.wiring, params, batch, context_of)
-        with jax.named_scope("reduce_gradients"):
-            gradients = jax.tree.map(sharding.reduce_gradient, gradients, self.zero)
-        everywhere = (*data_axes, "pp")
-        scalars = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), everywhere)
-        return gradients, Totals(*scalars, sum_over_data(totals.statistics)), loss_tokens
+        gradients, totals = pipeline.run(self.stages, wiring, params, batch, context_of)
+        return gradients, totals, loss_tokens
 
     def _step(self, state: TrainState, batch: Microbatch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), state.step)
@@ -276,7 +332,9 @@ class TrainProgram:
         statistics = totals.statistics
         if statistics is not None:
             layers = to_logical(statistics, self.layout.stacks["moe_blocks"])
-            statistics = layers._replace(scores=layers.scores / tokens, balance=layers.balance / tokens, z=layers.z / tokens)
+            statistics = layers._replace(
+                scores=layers.scores / tokens, balance=layers.balance / tokens, z=layers.z / tokens
+            )
         metrics = StepMetrics(
             loss=totals.cross_entropy / tokens,
             z_loss=self.config.model.z_loss * totals.z / tokens,

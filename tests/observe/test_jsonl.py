@@ -94,6 +94,15 @@ def test_killed_at_any_byte_and_resumed_the_file_is_that_of_an_undisturbed_run(t
     assert os.listdir(run_dir) == [FILE_NAME]
 
 
+@pytest.mark.parametrize("records", [1, 3])
+def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path, records):
+    path = tmp_path / FILE_NAME
+    whole = b"".join(encode_line(step, metrics_at(step)) for step in range(1, records + 1))
+    path.write_bytes(whole[:-1])
+    cut_after(path, records)
+    assert path.read_bytes() == whole
+
+
 def test_a_process_killed_while_writing_leaves_whole_lines_but_perhaps_the_last(tmp_path):
     script = (
         "import sys, itertools\n"

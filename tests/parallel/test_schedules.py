@@ -22,13 +22,10 @@ from moejax.parallel.schedule_wiring import wire
 from moejax.parallel.schedules import (
     Op,
     Schedule,
-    activation_lives,
     bubble,
-    cotangent_lives,
     op_times,
     peak_messages,
     peak_stash,
-    stash_lives,
     step_time,
 )
 
@@ -142,17 +139,21 @@ def test_every_op_reads_its_own_input_and_cotangent_and_runs_once(name, chunks, 
 def test_rings_have_as_many_slots_as_are_ever_alive_on_one_stage(name, chunks, stages, microbatches, keep_inputs):
     schedule = make_schedule(name, stages, microbatches, chunks)
     wiring = wire(schedule, keep_inputs)
-    for slots, lives in (
-        (wiring.activation_slots, activation_lives(schedule, keep_inputs)),
-        (wiring.cotangent_slots, cotangent_lives(schedule)),
-        (wiring.stash_slots, stash_lives(schedule)),
-    ):
-        alive = Counter(
-            (stage, tick)
-            for stage, start, end in zip(lives.stage, lives.start, lives.end, strict=True)
-            for tick in range(start, end + 1)
-        )
-        assert slots == max(1, *alive.values()) if alive else slots == 1
+    ticks: dict = {}  # of the ops on each microbatch and virtual stage: the forward, the input gradient, the last
+    for t, s in np.argwhere(schedule.op != Op.IDLE).tolist():
+        q = int(schedule.virtual_stage(s, schedule.chunk[t, s]))
+        ticks.setdefault((int(schedule.microbatch[t, s]), q), []).append(t)
+    alive: dict[str, Counter] = {"activation": Counter(), "cotangent": Counter(), "stash": Counter()}
+    for (m, q), own in ticks.items():
+        lives = {"stash": (own[0], own[-1])}
+        if q > 0:
+            lives["activation"] = (ticks[m, q - 1][0] + 1, own[-1] if keep_inputs else own[0])
+        if q + 1 < schedule.virtual_stages:
+            lives["cotangent"] = (ticks[m, q + 1][1] + 1, own[-1])
+        for ring, (begin, end) in lives.items():
+            alive[ring].update((home(schedule, q), t) for t in range(begin, end + 1))
+    for ring, counted in alive.items():
+        assert getattr(wiring, f"{ring}_slots") == max(1, *counted.values(), 0), ring
 
 
 def test_the_last_forward_and_the_first_backward_send_nothing():
@@ -436,29 +437,29 @@ def test_check_refuses_a_damaged_table_exactly_when_it_cannot_be_run(name, chunk
 
 @every_kind
 @given(stages=st.integers(1, 4), microbatches=st.integers(1, 6), keep_inputs=st.booleans(), data=st.data())
-def test_check_wiring_refuses_a_changed_slot_exactly_when_an_op_would_read_something_else(
+def test_check_wiring_refuses_a_changed_entry_exactly_when_an_op_would_read_something_else(
     name, chunks, stages, microbatches, keep_inputs, data
 ):
     schedule = make_schedule(name, stages, microbatches, chunks)
     wiring = wire(schedule, keep_inputs)
     ring = data.draw(st.sampled_from(["activation", "cotangent", "stash"]))
-    fields = [f"{ring}_slot"] if ring == "stash" else [f"{ring}_slot", f"store_{ring}_slot"]
+    fields = [f"{ring}_slot"] + ([] if ring == "stash" else [f"store_{ring}_slot", f"store_{ring}_from"])
     field = data.draw(st.sampled_from(fields))
-    slots = getattr(wiring, field).copy()
-    used = np.argwhere(slots >= 0)
+    entries = getattr(wiring, field).copy()
+    used = np.argwhere(entries > 0 if field.endswith("from") else entries >= 0)
     if len(used) == 0:
         return
-    cell = tuple(data.draw(st.sampled_from(used.tolist())))
-    slots[cell] = data.draw(st.integers(0, getattr(wiring, f"{ring}_slots") - 1))
-    changed = replace(wiring, **{field: slots})
+    highest = 3 if field.endswith("from") else getattr(wiring, f"{ring}_slots") - 1
+    entries[tuple(data.draw(st.sampled_from(used.tolist())))] = data.draw(st.integers(0, highest))
+    changed = replace(wiring, **{field: entries})
     try:
         right = run_on_names(changed, schedule.stages) == all_the_work(schedule)
-    except (AssertionError, TypeError):  # TypeError: an op that read an empty slot
+    except (AssertionError, IndexError, TypeError):  # the last two: an op that read an empty slot or garbage
         right = False
     if right:
         check_wiring(schedule, changed)
     else:
-        with pytest.raises(UserError, match=r"tick \d+, stage \d+.* slot \d+"):
+        with pytest.raises(UserError, match=r"tick \d+, stage \d+.*(slot \d+|of stage \d+, which sends)"):
             check_wiring(schedule, changed)
 
 
@@ -472,6 +473,16 @@ def test_a_slot_clash_is_refused_with_what_is_still_wanted():
         "activation slot 0, where microbatch 0, chunk 0 is still wanted",
     ):
         check_wiring(schedule, replace(wiring, store_activation_slot=slots))
+
+
+def test_storing_from_a_stage_that_sends_nothing_is_refused():
+    schedule = make_schedule("1f1b", 3, 3)
+    wiring = wire(schedule)
+    origin = wiring.store_activation_from.copy()
+    assert origin[0, 1, 0] == 1
+    origin[0, 1, 0] = 2
+    with pytest.raises(UserError, match="tick 0, stage 1 is to store the activation of stage 2, which sends nothing"):
+        check_wiring(schedule, replace(wiring, store_activation_from=origin))
 
 
 # ---- files

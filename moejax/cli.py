@@ -1,0 +1,62 @@
+"""What the commands share: arguments, help that lists every field, one sentence and exit code 2 for bad input."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from moejax import config_io
+from moejax.config import Config
+from moejax.errors import UserError
+
+DEFAULT_CONFIG = "configs/tiny.yaml"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists what there is.")
+
+
+def config_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser for `--config FILE --mesh M a.b=c ...` whose --help lists every field of the configuration."""
+    parser = _Parser(
+        prog=f"python -m moejax.{program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=fields_help(),
+    )
+    parser.add_argument(
+        "--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"YAML file (default: {DEFAULT_CONFIG})"
+    )
+    parser.add_argument("--mesh", metavar="M", help="devices by axis, e.g. dp=2,ep=8,pp=4: short for parallel.mesh=M")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="fields of the configuration, listed below")
+    return parser
+
+
+def fields_help(width: int = 110) -> str:
+    """Every field with its default and its sentence."""
+    lines = ["configuration fields (default):"]
+    for name, default, sentence in config_io.help_rows():
+        lines.append(f"  {name}={default}")
+        lines += textwrap.wrap(sentence, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def read_config(arguments: argparse.Namespace) -> Config:
+    overrides = list(arguments.overrides)
+    if arguments.mesh is not None:
+        overrides.append(f"parallel.mesh='{arguments.mesh}'")
+    return config_io.load(arguments.config, overrides)
+
+
+def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and leave with its exit code: 2 and one sentence for a UserError."""
+    try:
+        code = main(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except BrokenPipeError:  # `| head`
+        code = 0
+    sys.exit(code)

@@ -1,0 +1,256 @@
+"""The training run: data, state, steps, metrics and checkpoints of one config on one mesh.
+
+    trainer = Trainer(config)          opens data, builds the program, restores the run if there is one
+    metrics = trainer.step()           one optimizer step by hand
+    trainer.run()                      to the end, with progress, metrics, checkpoints and signals
+
+A run folder holds `config.yaml`, `metrics.jsonl`, `log.txt` and `checkpoints/`; the same name resumes. Without a folder
+(`Trainer(config, folder=None)`) nothing is written, as in a notebook.
+"""
+
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax.sharding import Mesh
+
+import moejax
+from moejax import config_io
+from moejax.accounting import parameter_counts
+from moejax.checkpoint.manager import Checkpoints
+from moejax.config import Config
+from moejax.data.loader import Loader, one_pass
+from moejax.data.packing import PackedWindows
+from moejax.data.token_files import open_corpus
+from moejax.data.tokenizers import Tokenizer, load_tokenizer
+from moejax.errors import UserError
+from moejax.mesh import make_mesh, parse_mesh
+from moejax.models.transformer import Transformer
+from moejax.observe.log import open_log
+from moejax.observe.progress import Progress
+from moejax.observe.writers import open_writers
+from moejax.parallel.step import StepMetrics, TrainProgram
+from moejax.run_folder import RunFolder
+from moejax.signals import Interruption
+from moejax.step_report import StepReport, plain_metrics
+
+
+class Text(NamedTuple):
+    """The text of a run: its tokenizer, the training batches of this process, and the held-out windows (None: none)."""
+
+    tokenizer: Tokenizer
+    batches: Loader
+    held_out: PackedWindows | None
+
+
+def open_text(config: Config, host: int, hosts: int) -> Text:
+    """Tokenise (once, cached), cut and shuffle the text that `config.data` names; part `host` of `hosts` of each batch."""
+    data, length = config.data, config.data.sequence_length
+    tokenizer = load_tokenizer(data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of data.tokenizer={data.tokenizer}; "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}."
+        )
+    groups = [[path] for path in data.paths] if data.weights else [list(data.paths)]
+    corpora = [open_corpus(paths, tokenizer, data.cache_dir, vocab_size=config.model.vocab_size) for paths in groups]
+
+    def windows(corpus: list[Any], split: str) -> PackedWindows:
+        return PackedWindows(corpus, length, split=split, validation_fraction=data.validation_fraction)
+
+    batches = Loader(
+        [windows(corpus, "train") for corpus in corpora],
+        global_batch_size=config.train.batch_tokens // length,
+        seed=data.seed,
+        weights=list(data.weights) or None,
+        host_index=host,
+        host_count=hosts,
+    )
+    held_out = None
+    if data.validation_fraction > 0 and config.train.eval_batches:
+        held_out = windows(list(itertools.chain(*corpora)), "validation")
+    return Text(tokenizer, batches, held_out)
+
+
+class Trainer:
+    """One run. Attributes: config, program (`parallel.step.TrainProgram`), state, text, step_number.
+
+    folder: "auto" takes `run.dir/run.name` and resumes what is there; None writes nothing.
+    Raises UserError for anything in the config, the data or the folder that the person can mend.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | None = None, *, folder: str | None = "auto"):
+        self.config = config
+        self.mesh = make_mesh(parse_mesh(config.parallel.mesh)) if mesh is None else mesh
+        self.program = TrainProgram(config, self.mesh)
+        self.is_writer = jax.process_index() == 0
+        self.folder = RunFolder(config) if folder == "auto" and self.is_writer else None
+        self.changed = self.folder.take_config(config) if self.folder else []
+        self.text = open_text(config, *self.program.data_shard())
+        self.checkpoints = None
+        if folder == "auto":
+            self.checkpoints = Checkpoints(
+                Path(config.run.dir) / config.run.name / "checkpoints", config.checkpoint.keep
+            )
+        self.resumed_from = self._resume() if self.checkpoints else None
+        if self.resumed_from is None:
+            self.state = self.program.init()
+        self.step_number = self.resumed_from or 0
+
+    # --- one step at a time ----------------------------------------------------------------------------------------
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step on the next batch; its metrics as plain numbers (see `plain_metrics`)."""
+        return plain_metrics(self.advance())
+
+    def advance(self) -> StepMetrics:
+        """One step, its metrics still on the devices: the caller decides when to wait for them."""
+        batch = self.program.place_batch(next(self.text.batches))
+        self.state, metrics = self.program.step(self.state, batch)
+        self.step_number += 1
+        return metrics
+
+    def evaluate(self) -> float | None:
+        """Mean cross entropy in nats per token over `train.eval_batches` batches of held-out text; None without any."""
+        if self.text.held_out is None:
+            return None
+        host, hosts = self.program.data_shard()
+        size = self.config.train.batch_tokens // self.config.data.sequence_length
+        held_out = one_pass(self.text.held_out, global_batch_size=size, host_index=host, host_count=hosts)
+        total, tokens = 0.0, 0.0
+        for batch in itertools.islice(held_out, self.config.train.eval_batches):
+            loss, count = self.program.evaluate(self.state.params, self.program.place_batch(batch))
+            total, tokens = total + float(loss), tokens + float(count)
+        return total / tokens
+
+    def model(self) -> Transformer:
+        """The model as one Flax module with the current fp32 weights, in model order."""
+        return Transformer(self.config.model, self.program.portable(self.state).master)
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, *, wait: bool = False) -> None:
+        """A checkpoint of the state, the position in the data, and the config; asynchronous unless `wait`."""
+        if self.checkpoints is None or self.step_number in self.checkpoints.steps():
+            if self.checkpoints is not None and wait:
+                self.checkpoints.wait()
+            return
+        record = {
+            "config": config_io.to_dict(self.config),
+            "data": self.text.batches.get_state(),
+            "mesh": str(self.program.shape),
+            "moejax": moejax.__version__,
+        }
+        self.checkpoints.save(self.step_number, self.program.portable(self.state), record, wait=wait)
+
+    def _resume(self) -> int | None:
+        assert self.checkpoints is not None
+        if self.checkpoints.latest() is None:
+            return None
+        portable, record = self.checkpoints.restore(self.program.portable_target())
+        self.state = self.program.from_portable(portable)
+        self.text.batches.set_state(record["data"])
+        return int(self.state.step)
+
+    # --- the whole run ---------------------------------------------------------------------------------------------
+
+    def run(self) -> Interruption | None:
+        """Train to `train.steps`; returns the signal that ended it earlier, if one did, after saving."""
+        config = self.config
+        folder = self.folder.path if self.folder else None
+        with contextlib.ExitStack() as stack:
+            if folder:
+                stack.enter_context(open_log(folder))
+            progress = stack.enter_context(self._progress())
+            writers = None
+            if folder:
+                kinds = [writer.value for writer in config.run.writers]
+                writers = stack.enter_context(open_writers(kinds, folder, config_io.to_dict(config), self.resumed_from))
+            for sentence in self.describe():
+                progress.say(sentence)
+            if self.step_number >= config.train.steps:
+                progress.say(f"The run has reached step {self.step_number} already; raise train.steps to go on.")
+                return None
+            interruption = stack.enter_context(Interruption())
+            report = StepReport(config, progress, writers)
+            while self.step_number < config.train.steps and not interruption.asked:
+                report.start(self.step_number)
+                report.finish(self.step_number + 1, self.advance())
+                self._between_steps(report, progress)
+            report.flush()
+            if interruption.asked:
+                progress.say(
+                    f"{interruption.name}: saving step {self.step_number}; the same command goes on from there."
+                )
+            else:
+                self._say_evaluation(report)
+            self.save(wait=True)
+            return interruption if interruption.asked else None
+
+    def _between_steps(self, report: StepReport, progress: Progress) -> None:
+        every = self.config.train.eval_every
+        last = self.step_number == self.config.train.steps
+        if every and self.step_number % every == 0 and not last:
+            report.flush()
+            self._say_evaluation(report)
+        if self.config.checkpoint.every and self.step_number % self.config.checkpoint.every == 0 and not last:
+            report.flush()  # metrics on disk are never behind the checkpoint
+            self.save()
+
+    def _say_evaluation(self, report: StepReport) -> None:
+        loss = self.evaluate()
+        if loss is not None:
+            report.evaluation(self.step_number, loss)
+
+    def _progress(self) -> Progress:
+        stream = None if self.is_writer else io.StringIO()
+        return Progress(
+            self.config.train.steps,
+            self.step_number,
+            stream,
+            log_every=self.config.run.log_every,
+            byte_tokens=self.config.data.tokenizer == "bytes",
+        )
+
+    def describe(self) -> Iterator[str]:
+        """What runs, said once at the start: sizes, devices, and every choice that was made."""
+        c, program = self.config, self.program
+        device = self.mesh.devices.flat[0]
+        kind = "simulated CPU device" if device.platform == "cpu" else device.device_kind
+        plural = "s" if self.mesh.size > 1 else ""
+        yield f"{self.mesh.size} {kind}{plural}, mesh {program.shape}; jax {jax.__version__}."
+        counts = parameter_counts(c.model)
+        yield (
+            f"Model: {counts.total / 1e6:,.2f}M parameters, {counts.active / 1e6:,.2f}M active per token, "
+            f"{program.parameter_bytes_per_device() / 2**20:,.1f} MiB of {c.precision.params.value} weights a device."
+        )
+        if c.model.n_moe_layers:
+            yield (
+                f"Experts: {c.model.moe.num_experts}, {c.model.moe.top_k} per token; transport {program.transport.name}, "
+                f"receive buffer {program.receive_buffer_rows():,} rows a device, the most that can arrive: nothing is dropped."
+            )
+        yield (
+            f"Batch: {c.train.batch_tokens:,} tokens in {c.parallel.pipeline.microbatches} microbatches, "
+            f"schedule {program.schedule.name}, recompute {c.parallel.recompute.value}."
+        )
+        if self.changed:
+            yield f"Settings changed since this run was last started: {'; '.join(self.changed)}."
+        if self.resumed_from is not None:
+            yield f"Resuming from step {self.resumed_from}."
+
+    def close(self) -> None:
+        self.text.batches.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        if self.folder:
+            self.folder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
