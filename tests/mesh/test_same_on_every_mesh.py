@@ -44,7 +44,7 @@ def check_agrees(mesh: str, overrides: tuple[str, ...], schedule: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, many.params, one.params)
     assert many.tokens == one.tokens
     np.testing.assert_allclose([many.loss, many.z, many.auxiliary], [one.loss, one.z, one.auxiliary], rtol=TOLERANCE)
-    np.testing.assert_allclose(many.evaluated, one.loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(many.evaluated, one.evaluated, rtol=TOLERANCE)
     np.testing.assert_array_equal(many.statistics.counts, one.statistics.counts)
 
     def close(path, ours, theirs):
