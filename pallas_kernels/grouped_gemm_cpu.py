@@ -1,8 +1,8 @@
 """The CPU road of the grouped GEMM: plain loops over tiles of rows, at the cost of the rows.
 
-    group_sizes_E --plan--> groups sorted by the tile that fits them
-        groups of up to 512 rows:  one loop per tile height; every group is one masked tile
-        larger groups:             one loop over groups; inside, 512-row tiles, then 128-row tiles for the rest
+    group_sizes_E --> groups sorted by the tile that fits them
+        up to 512 rows:  one loop per tile height; every group is one masked tile
+        more:            one loop over groups; inside it 512-row tiles, then 64-row tiles for the rest
 
 `lax.ragged_dot` on CPU multiplies all rows by all experts. Here every row meets its own expert only; what is computed
 in vain is the rows a tile has too many. XLA:CPU has no dynamic shapes, so the heights are a short static ladder and
@@ -19,29 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-# Height of the tiles a large group is cut into, and of those for what remains: 512 rows run at 0.95 of the rate of one
-# dense matmul, 128 at 0.75 and 64 at 0.68 (256 x 512, fp32, 2 cores, 2026-11).
-_LARGE_ROWS = 512
-_REST_ROWS = 128
 _SMALLEST_ROWS = 16
+_LARGE_ROWS = 512  # a tile of 512 rows runs at 0.95 of the rate of one dense matmul, of 256 at 0.9, of 64 at 0.7
+_REST_ROWS = 64
+_FEW_ROWS = 4096
 _ZERO = np.int32(0)
 
 
 def tile_heights(rows: int, num_groups: int) -> tuple[int, ...]:
-    """The ladder of tile heights for `rows` rows: two steps an octave, four in the two octaves above the mean group.
+    """The ladder of tile heights for a buffer of `rows` rows, rising, none above the buffer or 512.
 
-    16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512 at 8,192 rows and 128 groups. More steps waste fewer
-    rows and compile longer, about 30 ms a step and op. No height exceeds the buffer.
+    One step an octave for fewer than 4,096 rows, where compiling outweighs computing; else two, and four in the two
+    octaves above the mean group: 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512 for 8,192 rows in 128
+    groups. There, about 1,200 rows are computed in vain, with one step an octave 3,600; each step takes 50 ms of
+    processor time to compile, once per product (2026-11).
     """
     mean = min(max(rows // num_groups, _SMALLEST_ROWS), _LARGE_ROWS // 4)
     fine = 1 << (mean - 1).bit_length()
-    heights, octave = [], _SMALLEST_ROWS
+    heights, octave = [], max(_SMALLEST_ROWS, fine // 4)
     while octave < _LARGE_ROWS:
-        steps = 1 if octave == _SMALLEST_ROWS else 4 if octave in (fine, 2 * fine) else 2
+        steps = 1 if rows < _FEW_ROWS or octave == _SMALLEST_ROWS else 4 if octave in (fine, 2 * fine) else 2
         heights += [octave + octave * step // steps for step in range(steps)]
         octave *= 2
-    heights.append(_LARGE_ROWS)
-    return tuple(sorted({min(height, rows) for height in heights}))
+    return tuple(sorted({min(height, rows) for height in (*heights, _LARGE_ROWS)}))
 
 
 def grouped_gemm_loop(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, transpose_rhs: bool) -> Array:

@@ -239,9 +239,8 @@ def check_wiring(schedule: Schedule, wiring: Wiring) -> None:
                 sender = (stage + {From.BELOW: -1, From.ABOVE: 1}.get(channel, 0)) % schedule.stages
                 kind, value = sent.get(sender, ("nothing", (0, 0)))
                 if kind != ring:
-                    _refuse(
-                        schedule, f"tick {tick}, stage {stage} stores a {ring} from stage {sender}, which sends {kind}"
-                    )
+                    lost = f"tick {tick}, stage {stage} is to store the {ring} of stage {sender}"
+                    _refuse(schedule, f"{lost}, which sends {kind} in this tick")
                 why = f"{_at(schedule, tick, sender)}: the {ring} it sends to stage {stage}"
                 put(ring, stage, int(target[tick, stage, place]), value, why)
 

@@ -64,7 +64,7 @@ def assert_matches_reference(rows, sizes, seed=0, dtype="float32", transpose_rhs
 
 @st.composite
 def group_sizes(draw, rows: int, num_groups: int):
-    """Any sizes that fit: the distances between sorted cut points; equal cuts make empty groups, a late last cut none."""
+    """Any sizes that fit: the distances between sorted cut points. Equal cuts make empty groups."""
     cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=num_groups, max_size=num_groups)))
     return np.diff([0, *cuts]).tolist()
 
@@ -124,7 +124,7 @@ def test_bfloat16_sums_in_float32():
 
 
 def test_gradient_is_the_gradient():
-    """Against autodiff of a dense masked einsum: the two gradients are not only right products, but of this function."""
+    """Against autodiff of a dense masked einsum: the gradients are not just right products, but of this function."""
     sizes = [5, 0, 30, 2]
     lhs, rhs, _, group_sizes = operands(37, sizes)
     owner_RE = jax.nn.one_hot(np.repeat(np.arange(4), sizes), 4)
@@ -213,7 +213,10 @@ def test_auto_follows_the_platform_lowered_for():
 
 
 def test_memory_and_work_follow_the_rows():
-    """At 64 experts nothing is E times the rows: temporaries stay below inputs and outputs, dense FLOPs are not done."""
+    """At 64 experts nothing is E times the rows: temporaries stay below inputs and outputs, FLOPs far below dense ones.
+
+    The FLOPs are those of the program, each loop body counted once: no body multiplies all rows by all experts.
+    """
     rows, experts = 2048, 64
     sizes = jnp.full((experts,), rows // experts, jnp.int32)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((rows, 64), (experts, 64, 32), (rows, 32))]
@@ -229,9 +232,9 @@ def test_memory_and_work_follow_the_rows():
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 3), (64, 64), (8192, 8), (8192, 128), (100_000, 7)])
 def test_tile_heights_are_a_short_rising_ladder_within_the_buffer(rows, groups):
     heights = tile_heights(rows, groups)
-    assert list(heights) == sorted(set(heights)) and 1 <= heights[0] and heights[-1] == min(rows, 512)
-    assert len(heights) <= 12
-    assert all(b <= 2 * a for a, b in zip(heights, heights[1:], strict=False))
+    assert list(heights) == sorted(set(heights)) and heights[0] >= 1 and heights[-1] == min(rows, 512)
+    assert len(heights) <= (14 if rows >= 4096 else 6)
+    assert all(b <= 2 * a for a, b in zip(heights, heights[1:], strict=False)), "a tile over twice its group"
 
 
 @pytest.mark.parametrize("which", ["rows", "width", "experts", "rank", "transposed", "dtype", "mixed", "sizes"])

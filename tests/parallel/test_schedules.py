@@ -4,7 +4,6 @@
 what an op yields is computed from what it read, so one wrong slot anywhere is found at the end.
 """
 
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
 
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 
 from moejax.errors import UserError
 from moejax.parallel.schedule_check import check, check_wiring
-from moejax.parallel.schedule_csv import load_csv, to_csv
-from moejax.parallel.schedule_drawing import COLOURS, svg_timeline, text_timeline
 from moejax.parallel.schedule_makers import NAMES, make_schedule
 from moejax.parallel.schedule_wiring import wire
 from moejax.parallel.schedules import (
@@ -38,7 +35,6 @@ CHUNKS = {
     "zero_bubble_v": (2,),
 }
 KINDS = [(name, chunks) for name in NAMES for chunks in CHUNKS[name]]
-FORWARD_1_BACKWARD_2 = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
 
 
 every_kind = pytest.mark.parametrize(("name", "chunks"), KINDS)
@@ -483,144 +479,3 @@ def test_storing_from_a_stage_that_sends_nothing_is_refused():
     origin[0, 1, 0] = 2
     with pytest.raises(UserError, match="tick 0, stage 1 is to store the activation of stage 2, which sends nothing"):
         check_wiring(schedule, replace(wiring, store_activation_from=origin))
-
-
-# ---- files
-
-
-@every_kind
-@given(stages=stage_counts, microbatches=st.integers(1, 8))
-def test_a_schedule_written_to_a_file_and_read_back_is_the_same(name, chunks, stages, microbatches, tmp_path_factory):
-    schedule = make_schedule(name, stages, microbatches, chunks)
-    path = tmp_path_factory.mktemp("csv") / "table.csv"
-    to_csv(schedule, path)
-    again = load_csv(path)
-    for field in ("name", "stages", "microbatches", "chunks", "placement"):
-        assert getattr(again, field) == getattr(schedule, field)
-    for field in ("op", "microbatch", "chunk"):
-        np.testing.assert_array_equal(getattr(again, field), getattr(schedule, field), strict=True)
-
-
-def test_a_file_by_hand_may_have_its_lines_and_columns_in_any_order_and_short_names(tmp_path):
-    path = tmp_path / "by_hand.csv"
-    path.write_text('\ufeffstage, tick, op, chunk, microbatch\n\n0,1,b,0,0\n0,0,"F",0,0\n', encoding="utf-8")
-    schedule = load_csv(path)
-    assert (schedule.name, schedule.placement, schedule.ticks) == ("by_hand", "loop", 2)
-    assert schedule.op.tolist() == [[Op.FORWARD], [Op.BACKWARD]]
-
-
-GOOD = "0,0,F,0,0\n1,0,B,0,0\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "has no ops: give the header tick,stage,op,microbatch,chunk and one line per op"),
-        (
-            "tick,stage,op\n",
-            "line 1: the header must name the columns tick, stage, op, microbatch, chunk, not tick",
-        ),
-        ("HEADER0,0,F,0\n", "line 2: 4 values for 5 columns"),
-        ("HEADER0,0,F,x,0\n", "line 2: microbatch 'x' of tick 0, stage 0, op F is not a whole number"),
-        ("HEADER0.5,0,F,0,0\n", "line 2: tick '0.5' of tick 0.5, stage 0, op F is not a whole number"),
-        ("HEADER0,-1,F,0,0\n", "line 2: stage '-1' of tick 0, stage -1, op F is out of range"),
-        ("HEADER0,0,F,99999999999,0\n", "line 2: microbatch '99999999999' of tick 0, stage 0, op F is out of range"),
-        (
-            f"HEADER{GOOD}2,0,F,7,0\n",
-            "line 4: tick 2, stage 0, forward of microbatch 7, chunk 0 is out of range for a file",
-        ),
-        ("HEADER0,0,F,0,0\n2000000000,0,B,0,0\n", "spans 2000000001 ticks on 1 stages"),
-        ("HEADER0,0,G,0,0\n", "line 2: tick 0, stage 0 has op 'G': use one of forward, backward"),
-        (
-            f"HEADER{GOOD}1,0,W,0,0\n",
-            "line 4: tick 1, stage 0 is already taken by the backward of microbatch 0, chunk 0",
-        ),
-        ("HEADER0,0,F,0,0\n", "tick 0, stage 0, forward of microbatch 0, chunk 0 has no backward"),
-        (
-            "HEADER0,0,B,0,0\n1,0,F,0,0\n",
-            "tick 0, stage 0, backward of microbatch 0, chunk 0 needs what tick 1, stage 0",
-        ),
-        (f"# placement: u\nHEADER{GOOD}", "placement is 'u', but must be one of loop, v"),
-    ],
-)
-def test_a_bad_file_is_refused_with_the_line_or_the_op(text, sentence, tmp_path):
-    path = tmp_path / "mine.csv"
-    path.write_text(text.replace("HEADER", "tick,stage,op,microbatch,chunk\n"))
-    with pytest.raises(UserError) as refusal:
-        load_csv(path)
-    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot read the pipeline schedule .*none.csv: No such file"):
-        load_csv(tmp_path / "none.csv")
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="it is not UTF-8 text"):
-        load_csv(tmp_path / "binary.csv")
-
-
-# ---- pictures
-
-
-@pytest.mark.parametrize("width", [None, 60])
-def test_text_shows_every_op_once_in_its_row(width):
-    schedule = make_schedule("zero_bubble", 3, 4, 2)
-    text = text_timeline(schedule, width)
-    for stage in range(3):
-        rows = [line.split(" | ")[0].split()[2:] for line in text.splitlines() if line.startswith(f"stage {stage}")]
-        shown = Counter(word for row in rows for word in row if word != ".")
-        assert shown == Counter(f"{letter}{m}{chunk}" for letter in "FBW" for m in range(4) for chunk in "ab")
-    assert width is None or max(map(len, text.splitlines()[1:])) <= width
-    assert f"bubble {100 * bubble(schedule):.1f}%" in text
-    assert f"peak stash {peak_stash(schedule).max()}" in text
-
-
-def panels(svg: str) -> tuple[list[str], list[tuple[str, float, float]]]:
-    """Captions, and (tooltip, left, right) of every op."""
-    space = "{http://www.w3.org/2000/svg}"
-    root = ElementTree.fromstring(svg)
-    captions = [text.text or "" for text in root.iter(f"{space}text") if text.get("class") == "caption"]
-    cells = []
-    for group in root.iter(f"{space}g"):
-        rectangle = group.find(f"{space}rect")
-        left, width = float(rectangle.get("x")), float(rectangle.get("width"))
-        cells.append((group.find(f"{space}title").text, left, left + width))
-    return captions, cells
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_svg_shows_several_schedules_on_one_time_axis_with_their_figures(asynchronous):
-    schedules = [make_schedule("1f1b", 3, 4), make_schedule("interleaved_1f1b", 3, 4, 2)]
-    captions, cells = panels(svg_timeline(schedules, FORWARD_1_BACKWARD_2, asynchronous, unit_width=30))
-    assert len(cells) == sum(int((schedule.op > 0).sum()) for schedule in schedules)
-    for schedule, words in zip(schedules, captions, strict=True):
-        assert f"bubble {100 * bubble(schedule, FORWARD_1_BACKWARD_2, asynchronous):.1f}%" in words
-        assert f"peak stash {peak_stash(schedule).max()}" in words
-    count = int((schedules[0].op > 0).sum())
-    for schedule, part in zip(schedules, (cells[:count], cells[count:]), strict=True):
-        # From the axis' zero at 62 to the end of the step, an op of a half-stage counting half.
-        assert min(left for _, left, _ in part) == 62
-        end = 62 + 30 * step_time(schedule, FORWARD_1_BACKWARD_2, asynchronous) / schedule.chunks
-        assert max(right for _, _, right in part) == pytest.approx(end, abs=0.02)
-
-
-def test_svg_escapes_names_and_refuses_an_empty_list():
-    captions, _ = panels(svg_timeline([replace(make_schedule("1f1b", 1, 1), name='<&">')]))
-    assert captions[0].startswith('<&">: 1 stages')
-    with pytest.raises(UserError, match="no schedule to draw"):
-        svg_timeline([])
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of #rrggbb, WCAG 2."""
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
-
-
-def test_the_four_colours_differ_in_grey_and_carry_readable_letters():
-    fills = [luminance(fill) for fill, _ in COLOURS.values()]
-    assert len(fills) == 4 and all(a / b > 1.4 and a - b > 0.2 for a, b in zip(fills, fills[1:], strict=False))
-    for fill, ink in COLOURS.values():
-        bright, dark = sorted((luminance(fill), luminance(ink)), reverse=True)
-        assert (bright + 0.05) / (dark + 0.05) >= 4.5  # WCAG AA for small text
