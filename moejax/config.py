@@ -225,7 +225,7 @@ class DataConfig:
     )
     weights: tuple[float, ...] = option((), "Mixture weight of each path; empty: all documents as one corpus.")
     tokenizer: str = option("bytes", "bytes, or the path of a Hugging Face tokenizer.json.")
-    sequence_length: int = option(256, "Tokens per sequence.")
+    sequence_length: int = option(128, "Tokens per sequence.")
     seed: int = option(0, "Seed of the shuffle; with the epoch it decides the order.")
     validation_fraction: float = option(0.02, "Share of the sequences held out for evaluation.")
     cache_dir: str = option(".cache/moejax/tokens", "Where tokenised files are kept.")
@@ -234,7 +234,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = option(300, "Optimizer steps.")
-    batch_tokens: int = option(16_384, "Tokens per optimizer step, over all devices.")
+    batch_tokens: int = option(8_192, "Tokens per optimizer step, over all devices.")
     seed: int = option(0, "Seed of the initial weights and of random routing.")
     eval_every: int = option(0, "Steps between evaluations on held-out text; 0: only at the end.")
     eval_batches: int = option(4, "Batches per evaluation; 0: no evaluation at all.")
@@ -246,7 +246,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class LRScheduleConfig:
     kind: LRSchedule = option(LRSchedule.wsd, "constant, cosine or wsd, each after a linear warm-up.")
-    warmup_steps: int = option(20, "Steps of linear warm-up from 0.")
+    warmup_steps: int = option(10, "Steps of linear warm-up from 0; at most half of train.steps.")
     decay_steps: int = option(0, "Steps of the final linear decay of wsd; 0: a fifth of train.steps.")
     final_fraction: float = option(0.1, "Learning rate at the end, as a fraction of learning_rate (cosine, wsd).")
 

@@ -11,7 +11,7 @@ from moejax.mesh import parse_mesh, prepare_devices, start_processes
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.config_parser("train", "Train a mixture-of-experts language model; the same command resumes.")
-    config = cli.read_config(parser.parse_args(arguments))
+    config = cli.read_config(parser.parse_intermixed_args(arguments))
     shape = parse_mesh(config.parallel.mesh)
     prepare_devices(shape.devices)
     start_processes()

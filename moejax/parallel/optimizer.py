@@ -18,13 +18,9 @@ from moejax.errors import UserError
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warm-up from 0, then constant, cosine, or stable with a final linear decay (wsd), ending at `steps`."""
-    peak, warmup, end = (
-        config.learning_rate,
-        config.schedule.warmup_steps,
-        config.learning_rate * config.schedule.final_fraction,
-    )
-    if warmup >= steps and config.schedule.kind != LRSchedule.constant:
-        raise UserError(f"optimizer.schedule.warmup_steps={warmup} must be less than train.steps={steps}.")
+    peak, end = config.learning_rate, config.learning_rate * config.schedule.final_fraction
+    # a trial of a few steps keeps the shape of the long run, instead of ending within the warm-up
+    warmup = min(config.schedule.warmup_steps, steps // 2)
     if config.schedule.kind == LRSchedule.constant:
         after = optax.constant_schedule(peak)
     elif config.schedule.kind == LRSchedule.cosine:
