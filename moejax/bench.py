@@ -3,8 +3,9 @@
     NAME --> moejax/benches/NAME.py: add_arguments, run --> rows --> table
                                                                  `-> {"bench": NAME, "machine": {...}, "rows": [...]}
 
-A benchmark is a module in `moejax/benches` (dashes for underscores; a leading underscore is no benchmark). Its docstring's
-first line is its help; `add_arguments(parser)` adds options; `run(arguments)` returns rows, dicts with the same keys.
+A benchmark is a module in `moejax/benches` (dashes for underscores; a leading underscore is no benchmark). Its
+docstring's first line is its help; `add_arguments(parser)` adds options; `run(arguments)` returns rows, dicts with the
+same keys.
 Variants are compared in one run and by ratios (`benches/_interleave.py`), and inputs are named by their seed.
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import pkgutil
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -77,28 +79,45 @@ def spelled(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def overview(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
+    """The parser of the command without a NAME: its help lists the benchmarks."""
+    lines = [f"  {name:<16} {first_line(module)}" for name, module in modules.items()]
+    return cli.Parser(
+        prog="python -m moejax.bench",
+        usage="python -m moejax.bench NAME ... [--json FILE]",
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["benchmarks (NAME --help says more):", *lines]),
+    )
+
+
+def first_line(module: ModuleType) -> str:
+    return (module.__doc__ or "").strip().splitlines()[0]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m moejax.bench", description=(__doc__ or "").splitlines()[0])
-    names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     modules = benchmarks()
-    for name, module in modules.items():
-        description = (module.__doc__ or "").strip()
-        own = names.add_parser(
-            name,
-            help=description.splitlines()[0],
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(own)
-        own.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine here")
-    options = parser.parse_args(arguments)
+    if name not in modules:
+        if name.startswith("-"):
+            overview(modules).parse_args([name])
+        raise UserError(f"There is no benchmark {name!r}; there are {', '.join(modules)}.")
+    module = modules[name]
+    parser = cli.Parser(
+        prog=f"python -m moejax.bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine here")
+    options = parser.parse_intermixed_args(rest)
     target: Path | None = options.json
     if target is not None and (target.is_dir() or not os.access(target.absolute().parent, os.W_OK)):
         raise UserError(f"--json cannot write {target}; name a file in a folder that exists and can be written.")
-    rows = modules[options.name].run(options)
-    Console(width=None if os.isatty(1) else 140).print(table(options.name, rows))
+    rows = module.run(options)
+    Console(width=None if os.isatty(1) else 140).print(table(name, rows))
     if target is not None:
-        result = {"bench": options.name, "machine": machine(), "rows": rows}
+        result = {"bench": name, "machine": machine(), "rows": rows}
         try:
             target.write_text(json.dumps(result, indent=1) + "\n")
         except OSError as error:

@@ -1,6 +1,6 @@
 """Timing things against each other on a machine that is never quiet.
 
-    {name: call} --a turn runs each once, another one first every time--> seconds [turns] of each --> median, spread, ratio
+    {name: call} --a turn runs each once, another one first every time--> seconds [turns] of each --> medians, ratios
 
 Clocks move and neighbours come and go, so a figure from one minute says little about one from the next. Within a turn
 they are a second apart: the ratio of two calls is taken turn by turn, and its median is what a benchmark should quote.

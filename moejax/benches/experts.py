@@ -1,10 +1,10 @@
 """Tokens per second of forward and backward as the number of experts grows, active parameters held equal.
 
-The headline of a mixture of experts: the same work per token, whatever the number of experts. Each row is one model, all
-with the same tokens and K experts per token, on one device, through the gradients of the real train step (losses, router
-statistics and fp32 accumulation included, optimizer not). The models take turns; `ratio` is the throughput over that of
-the first, the median over the turns, and `spread` the distance of the quartiles of the time, as a share of it. Tokens
-and weights are random, by seed.
+The headline of a mixture of experts: the same work per token, whatever the number of experts. Each row is one model,
+all with the same tokens and K experts per token, on one device, through the gradients of the real train step (losses,
+router statistics and fp32 accumulation included, optimizer not). The models take turns; `ratio` is the throughput over
+that of the first, the median over the turns, and `spread` the distance of the quartiles of the time, as a share of it.
+Tokens and weights are random, by seed.
 """
 
 import argparse

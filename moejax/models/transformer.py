@@ -148,3 +148,19 @@ class Transformer(nnx.Module):
         x = embedding(jnp.asarray(ids), self.compute)
         x, auxiliary = forward(self.config, params, x, single_device_context(segment_ids))
         return p.head(params["head"]).logits(x, embedding), auxiliary
+
+    def expert_ids(self, ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None) -> Int[Array, "L B S K"]:
+        """The K experts that each MoE layer sends each token to, best first; E, one past the last, for padding."""
+        params, p = self.pure_params(), parts(self.config)
+        context = single_device_context(jnp.zeros_like(ids) if segment_ids is None else segment_ids)
+        x = p.embedding(params["embedding"])(jnp.asarray(ids), self.compute)
+        window_L, chosen = jnp.asarray(self.config.windows, jnp.int32), []
+        for name, (part, first, count) in p.stacks().items():
+            for i in range(count):
+                block = part(jax.tree.map(lambda w, i=i: w[i], params[name]))
+                here = context.for_layer(jnp.asarray(first + i))
+                if block.is_moe:
+                    routing = block.route(x, here, window_L[first + i])
+                    chosen.append(routing.expert_ids.reshape(*ids.shape, -1))
+                x, _ = block(x, here, window_L[first + i])
+        return jnp.stack(chosen)
