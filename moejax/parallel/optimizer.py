@@ -29,7 +29,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         decay = config.schedule.decay_steps or max(1, steps // 5)
         if warmup + decay > steps:
             raise UserError(
-                f"optimizer.schedule: warmup_steps={warmup} + decay_steps={decay} exceed train.steps={steps}; lower one."
+                f"optimizer.schedule: warmup_steps={warmup} + decay_steps={decay} exceed train.steps={steps}."
             )
         after = optax.join_schedules(
             [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [steps - decay - warmup]
