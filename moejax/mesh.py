@@ -9,8 +9,9 @@ simulated (`prepare_devices`, before JAX first touches a device). This module kn
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -75,8 +76,9 @@ def problem(config: Config, shape: MeshShape) -> str | None:
         return f"pp={shape.pp} is more stages than model.n_layers={layers}"
     if sequences % (parts * shape.data_shards):
         return (
-            f"dp*ep={shape.data_shards} does not divide the {sequences // parts} sequences of a microbatch (train.batch_tokens="
-            f"{config.train.batch_tokens} / data.sequence_length={config.data.sequence_length} / parallel.pipeline.microbatches={parts})"
+            f"dp*ep={shape.data_shards} does not divide the {sequences // parts} sequences of a microbatch "
+            f"(train.batch_tokens={config.train.batch_tokens} / data.sequence_length={config.data.sequence_length} "
+            f"/ parallel.pipeline.microbatches={parts})"
         )
     return None
 
@@ -134,8 +136,8 @@ def prepare_devices(devices: int) -> None:
 def start_processes() -> None:
     """Join the other processes of a multi-process run, where one was started (Slurm, Open MPI, or MOEJAX_COORDINATOR).
 
-    MOEJAX_COORDINATOR=host:port MOEJAX_PROCESSES=n MOEJAX_PROCESS=i name the processes by hand; under Slurm and Open MPI
-    JAX finds them by itself.
+    MOEJAX_COORDINATOR=host:port MOEJAX_PROCESSES=n MOEJAX_PROCESS=i name the processes by hand; under Slurm and
+    Open MPI JAX finds them by itself.
     """
     coordinator = os.environ.get("MOEJAX_COORDINATOR")
     if coordinator:
@@ -148,7 +150,7 @@ def start_processes() -> None:
         jax.distributed.initialize()
 
 
-def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh over axes ("pp", "dp", "ep") on the first devices. Raises UserError if there are too few."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < shape.devices:

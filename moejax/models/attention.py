@@ -5,6 +5,8 @@
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """
 
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -37,11 +39,11 @@ def attention_mask(segment_ids: Int[Array, "B S"], window: Int[Array, ""] | None
     return (near & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
 
 
-def choose_implementation(wanted: AttentionImplementation, dtype: jnp.dtype) -> str:
+def choose_implementation(wanted: AttentionImplementation, dtype: Any) -> Literal["xla", "cudnn"]:
     """`auto` is cuDNN's flash attention on a GPU in bf16, XLA's everywhere else."""
-    if wanted != AttentionImplementation.auto:
-        return wanted.value
-    return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    if wanted == AttentionImplementation.auto:
+        return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    return "cudnn" if wanted == AttentionImplementation.cudnn else "xla"
 
 
 class Attention(nnx.Module):

@@ -73,7 +73,7 @@ def parts(config: ModelConfig) -> Parts:
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """fp32 weights, a function of the key and the layer alone: jit it with any out_shardings, the values are the same."""
+    """fp32 weights, a function of key and layer alone: jitted with any out_shardings, the values are the same."""
     p = parts(config)
     # layers take fold_in(key, layer); the ends come after any layer there could be
     params = {
