@@ -23,9 +23,8 @@ def executed(name: str, folder: Path, monkeypatch) -> nbformat.NotebookNode:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    where = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources=where).execute()
     return notebook
 
 
