@@ -39,6 +39,6 @@ def test_commands_in_the_text_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_in_the_text_exist(page):
     """Paths in backticks, from the root or from the package."""
-    folders = "moejax|parallel|models|moe|data|observe|checkpoint|benches|tools|tests"
+    folders = "moejax|parallel|models|moe|data|observe|checkpoint|benches|tools"
     for name in re.findall(rf"`((?:{folders})/[\w/.]+\.py)`", page.read_text()):
         assert (ROOT / name).exists() or (ROOT / "moejax" / name).exists(), f"{page.name} names {name}"

@@ -36,6 +36,7 @@ def outputs(notebook: nbformat.NotebookNode) -> tuple[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_first_moe(tmp_path, monkeypatch):
     """It learns, its pictures are there, and what it says of the balance loss is what comes out."""
     text, pictures = outputs(executed("01_first_moe.ipynb", tmp_path, monkeypatch))

@@ -42,10 +42,10 @@ def configuration() -> str:
         "",
         BEGIN,
         "",
-        "One tree. A YAML file in `configs/` says only what differs from the defaults here, and any field is set on the",
-        "command line by its name, as in `train.steps=100 model.moe.num_experts=64`; a list is written with commas,",
-        "`data.paths=a.txt,b.txt`. An unknown name, a wrong type and a combination that makes no sense are refused in one",
-        "sentence. `python -m moejax.train --help` prints this list.",
+        "One tree. A YAML file in `configs/` says only what differs from the defaults here, and any field is set on",
+        "the command line by its name, as in `train.steps=100 model.moe.num_experts=64`; a list is written with",
+        "commas, `data.paths=a.txt,b.txt`. An unknown name, a wrong type and a combination that makes no sense are",
+        "refused in one sentence. `python -m moejax.train --help` prints this list.",
     ]
     sentences = {field.name: field.metadata["help"] for field in dataclasses.fields(Config)}
     section = None
@@ -64,7 +64,8 @@ def made(name: str, chunks: int, stages: int, microbatches: int) -> Schedule:
 def schedules(stages: int = 4, microbatches: int = 16) -> str:
     """The table of docs/parallelism.md, each schedule priced by its own table."""
     lines = [
-        f"{stages} stages, {microbatches} microbatches; an op of a whole stage costs forward 1, backward 2 (input 1, weights 1).",
+        f"{stages} stages, {microbatches} microbatches; an op of a whole stage costs 1 forward, 2 backward (input 1,",
+        "weights 1).",
         "",
         "| schedule | chunks | ticks | bubble, own pace | time, own pace | time, in step | most inputs kept |",
         "|---|---|---|---|---|---|---|",

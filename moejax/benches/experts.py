@@ -23,7 +23,7 @@ from moejax.errors import UserError
 from moejax.mesh import MeshShape, make_mesh
 from moejax.parallel.step import TrainProgram
 
-# Wide enough that the experts are most of the work, and a step of 128 experts takes about two seconds on two cores.
+# Wide enough that the experts are half of the work, small enough that a step takes seconds on two cores.
 SHAPE = (
     "model.d_model=256",
     "model.n_layers=4",
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts", type=cli.whole_numbers, default=(8, 32, 128), help="numbers of experts, e.g. 8,32 (8,32,128)"
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens a step (%(default)s)")
-    parser.add_argument("--turns", type=int, default=7, help="timed steps of each (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens a step (%(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="timed steps of each (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of tokens and weights (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="fields of the configuration, as in training")
 
