@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from moejax import train
 from moejax.observe.jsonl import FILE_NAME, read_metrics
 from tests.small import SETTINGS
 
@@ -44,6 +47,12 @@ def run_arguments(folder: Path, *overrides: str) -> list[str]:
         "run.log_every=1",
         *overrides,
     ]
+
+
+def main(arguments: list[str]) -> int:
+    """The train command in this process, whose devices stay those of the test session."""
+    jax.devices()
+    return train.main(arguments)
 
 
 def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:

@@ -1,6 +1,6 @@
 """The run: killed, interrupted or changed, it goes on as if nothing had happened, or says why not.
 
-    one run undisturbed --its metrics.jsonl--> every other run of the same command must have written the same, bit for bit
+one run undisturbed --its metrics.jsonl--> every other run of the same command must have written the same, bit for bit
 """
 
 import json
@@ -19,9 +19,8 @@ from moejax import config_io
 from moejax.errors import UserError
 from moejax.observe.jsonl import FILE_NAME, read_metrics
 from moejax.run_folder import RunFolder
-from moejax.train import main
 from moejax.trainer import Trainer
-from tests.runs import ROOT, finish, run_arguments, start, steps_written, wait_until, what_was_learnt
+from tests.runs import ROOT, finish, main, run_arguments, start, steps_written, wait_until, what_was_learnt
 
 STEPS = 100
 LONG = (f"train.steps={STEPS}", "checkpoint.every=3", "train.eval_every=40", "train.eval_batches=2")
