@@ -2,7 +2,7 @@
 
     StepMetrics --plain_metrics--> numbers --> metrics.jsonl and other writers, the progress display
 
-The metrics of a step are fetched only after the next step has been started, so that the devices never wait for the host.
+The metrics of a step are fetched only after the next step was started, so that the devices never wait for the host.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from moejax.parallel.step import StepMetrics
 
 
 def plain_metrics(metrics: StepMetrics) -> dict[str, Any]:
-    """Numbers and lists, fp32 values unchanged. Waits for the step.
+    """Numbers and lists, fp32 values unchanged, counts as integers. Waits for the step.
 
     loss: nats a token; z_loss, auxiliary_loss: weighted; gradient_norm: before clipping; tokens: non-ignored ones.
     With MoE layers, lists by layer: load_max_over_mean, load_balancing_loss and router_z_loss (unweighted, per token),
@@ -35,10 +35,10 @@ def plain_metrics(metrics: StepMetrics) -> dict[str, Any]:
         plain |= {
             "load_imbalance": max(load["max_over_mean"]),
             "load_max_over_mean": load["max_over_mean"],
-            "dead_experts": load["dead_experts"],
+            "dead_experts": [int(n) for n in load["dead_experts"]],
             "load_balancing_loss": host.routing.balance.tolist(),
             "router_z_loss": host.routing.z.tolist(),
-            "expert_counts": counts.tolist(),
+            "expert_counts": counts.astype(np.int64).tolist(),
         }
     return plain
 
@@ -100,6 +100,7 @@ class StepReport:
         )
         if not np.isfinite(plain["loss"]) or not np.isfinite(plain["gradient_norm"]):
             raise UserError(
-                f"The loss or gradient of step {step} is not a finite number; the last checkpoint is untouched: "
-                "start again from it with a lower optimizer.learning_rate, or a stronger optimizer.clip."
+                f"Step {step} has loss {plain['loss']} and gradient norm {plain['gradient_norm']}, and nothing of it "
+                "was saved; give the same command again with a lower optimizer.learning_rate or optimizer.clip: it goes "
+                "on from the last checkpoint, or from the beginning if there is none."
             )
