@@ -148,3 +148,28 @@ class Transformer(nnx.Module):
         x = embedding(jnp.asarray(ids), self.compute)
         x, auxiliary = forward(self.config, params, x, single_device_context(segment_ids))
         return p.head(params["head"]).logits(x, embedding), auxiliary
+
+    def expert_ids(self, ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None) -> Int[Array, "L B S K"]:
+        """The K experts that each MoE layer sends each token to, best first; E, one past the last, for padding."""
+        segment_ids = jnp.zeros_like(ids) if segment_ids is None else segment_ids
+        return _expert_ids(self.config, self.compute, self.pure_params(), jnp.asarray(ids), jnp.asarray(segment_ids))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _expert_ids(config: ModelConfig, compute: Any, params: Params, ids: Array, segment_ids: Array) -> Array:
+    context = single_device_context(segment_ids)
+    p, window_L = parts(config), jnp.asarray(config.windows, jnp.int32)
+    x, chosen = p.embedding(params["embedding"])(ids, compute), []
+    for name, (part, first, count) in p.stacks().items():
+
+        def step(x: Array, layer: tuple[Params, Array, Array], part: _Part = part) -> tuple[Array, Array | None]:
+            block, here, window = part(layer[0]), context.for_layer(layer[2]), layer[1]
+            sent = block.route(x, here, window).expert_ids if block.is_moe else None
+            y, _ = block(x, here, window)
+            return y, sent
+
+        layers = (params[name], window_L[first : first + count], first + jnp.arange(count))
+        x, sent = lax.scan(step, x, layers)
+        if sent is not None:
+            chosen.append(sent.reshape(count, *ids.shape, -1))
+    return jnp.concatenate(chosen)
