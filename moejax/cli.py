@@ -13,14 +13,16 @@ from moejax.errors import UserError
 DEFAULT_CONFIG = "configs/tiny.yaml"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one sentence, as every other error."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists what there is.")
 
 
 def config_parser(program: str, description: str) -> argparse.ArgumentParser:
     """A parser for `--config FILE --mesh M a.b=c ...` whose --help lists every field of the configuration."""
-    parser = _Parser(
+    parser = Parser(
         prog=f"python -m moejax.{program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

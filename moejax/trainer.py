@@ -149,11 +149,19 @@ class Trainer:
 
     def _resume(self) -> int | None:
         assert self.checkpoints is not None
-        if self.checkpoints.latest() is None:
+        step = self.checkpoints.latest()
+        if step is None:
             return None
-        portable, record = self.checkpoints.restore(self.program.portable_target())
-        self.state = self.program.from_portable(portable)
-        self.text.batches.set_state(record["data"])
+        target = self.program.portable_target()
+        saved = {name.split("/")[0] for name in self.checkpoints.read_manifest(step).tensors}
+        if "first_moment" in saved:
+            portable, record = self.checkpoints.restore(target)
+            self.state = self.program.from_portable(portable)
+        else:  # an imported model: weights alone, so the optimizer starts anew
+            weights, record = self.checkpoints.restore({"master": target.master}, subset=True)
+            self.state = self.program.with_params(weights["master"])
+        if record["data"] is not None:
+            self.text.batches.set_state(record["data"])
         return int(self.state.step)
 
     # --- the whole run ---------------------------------------------------------------------------------------------

@@ -273,8 +273,17 @@ def same_architecture(a: c.ModelConfig, b: c.ModelConfig) -> bool:
     return architectural(a) == architectural(b)
 
 
-def export_config(model: c.ModelConfig, kind: str | None = None, *, sequence_length: int = 4096, dtype: str) -> HFConfig:
+def export_config(
+    model: c.ModelConfig,
+    kind: str | None = None,
+    *,
+    dtype: str,
+    sequence_length: int = 4096,
+    end_of_document_id: int | None = None,
+) -> HFConfig:
     """A `config.json` from which this model comes back. kind: `model_type`; None takes the first one that can say it.
+
+    dtype: as `dtype` of the config spells it, e.g. bfloat16. end_of_document_id: becomes `eos_token_id`.
 
     Raises UserError naming the fields that the architecture cannot express.
     """
@@ -282,7 +291,13 @@ def export_config(model: c.ModelConfig, kind: str | None = None, *, sequence_len
         raise UserError(f"The model type {kind!r} cannot be exported; {', '.join(CLASSES)} can.")
     wanted, reasons = architectural(model), {}
     for name in CLASSES if kind is None else (kind,):
-        config = _write(model, name) | {"max_position_embeddings": sequence_length, "dtype": dtype}
+        config = _write(model, name) | {
+            "bos_token_id": None,  # spelled out: some classes have defaults beyond the vocabulary
+            "dtype": dtype,
+            "eos_token_id": end_of_document_id,
+            "max_position_embeddings": sequence_length,
+            "pad_token_id": None,
+        }
         back = architectural(import_config(config))
         different = [f"model.{field}={config_io._spelled(wanted[field])}" for field in wanted if back[field] != wanted[field]]
         if not different:

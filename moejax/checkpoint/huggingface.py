@@ -42,7 +42,7 @@ class HFFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = _read_json(self.path / CONFIG)
+        self.config = read_json(self.path / CONFIG)
         self.kind = hf_config.architecture_of(self.config)
         self.model: ModelConfig = hf_config.import_config(self.config)
         self._files = _open_files(self.path)
@@ -82,7 +82,8 @@ class HFFolder:
         return [self.path / name for name in BESIDE if (self.path / name).is_file()]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a model's folder; raises UserError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -107,7 +108,7 @@ def _open_files(path: Path) -> dict[str, SafetensorsFile]:
         there = sorted(p.name for p in path.glob("*.bin"))
         other = f"; {there[0]} is a pickle, which is not read: save it as safetensors" if there else ""
         raise UserError(f"{path} has neither {SINGLE} nor {INDEX}{other}.")
-    places = _read_json(path / INDEX).get("weight_map")
+    places = read_json(path / INDEX).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{path / INDEX} has no weight_map.")
     opened: dict[str, SafetensorsFile] = {}
