@@ -108,6 +108,7 @@ class AttentionConfig:
     qk_norm: QKNorm = option(
         QKNorm.head, "RMSNorm of queries and keys: none, head (per head) or full (all heads together)."
     )
+    qkv_bias: bool = option(False, "A bias on queries, keys and values, as Qwen2-MoE.")
     rope_theta: float = option(500_000.0, "Base of the rotary frequencies.")
     window_pattern: tuple[int, ...] = option(
         (), "Sliding window in tokens per layer, repeated over the layers; -1 is full attention; empty: all full."
@@ -141,6 +142,9 @@ class MoEConfig:
     top_k: int = option(4, "Experts per token.")
     hidden: int = option(128, "Hidden width of one routed expert.")
     shared_hidden: int = option(128, "Hidden width of the shared expert that sees every token; 0: none.")
+    shared_gate: bool = option(
+        False, "Scale the shared expert's output by sigmoid of a learned projection of its input, as Qwen2-MoE."
+    )
     router: RouterConfig = option(RouterConfig(), "The router and its losses.")
 
 
@@ -377,6 +381,10 @@ def validate(config: Config) -> Config:
         moe.top_k <= moe.num_experts,
         f"model.moe.top_k={moe.top_k} is larger than model.moe.num_experts={moe.num_experts}; "
         "a token cannot have more experts than there are.",
+    )
+    require(
+        moe.shared_hidden > 0 or not moe.shared_gate,
+        "model.moe.shared_gate=true needs a shared expert; set model.moe.shared_hidden to its width.",
     )
     for name, width in {"model.dense_hidden": model.dense_hidden, "model.embed_scale": model.embed_scale}.items():
         require(width is None or width > 0, f"{name}={width} must be greater than 0, or null for its default.")

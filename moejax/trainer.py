@@ -165,13 +165,21 @@ class Trainer:
         self._saved_step = self.step_number
 
     def _resume(self) -> int | None:
-        if self.checkpoints is None or self.checkpoints.latest() is None:
+        step = self.checkpoints.latest() if self.checkpoints else None
+        if self.checkpoints is None or step is None:
             return None
         if self.folder:
             self.changed = self.folder.changes(self.config)
-        portable, record = self.checkpoints.restore(self.program.portable_target())
-        self.state = self.program.from_portable(portable)
-        self.text.batches.set_state(record["data"])
+        target = self.program.portable_target()
+        saved = {name.split("/")[0] for name in self.checkpoints.read_manifest(step).tensors}
+        if "first_moment" in saved:
+            portable, record = self.checkpoints.restore(target)
+            self.state = self.program.from_portable(portable)
+        else:  # an imported model: weights alone, so the optimizer starts anew
+            weights, record = self.checkpoints.restore({"master": target.master}, subset=True)
+            self.state = self.program.with_params(weights["master"])
+        if record["data"] is not None:
+            self.text.batches.set_state(record["data"])
         return int(self.state.step)
 
     # --- the whole run ---------------------------------------------------------------------------------------------
