@@ -246,6 +246,19 @@ class TrainProgram:
             return {}
         return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
+    def lower(self, microbatches: int | None = None) -> Any:
+        """The step lowered from shapes alone, for `.compile()` on devices that need not be there (`hardware.absent_gpu`)."""
+        config = self.config
+        parts = config.parallel.pipeline.microbatches
+        sequences = config.train.batch_tokens // config.data.sequence_length // parts
+        shape = (microbatches or parts, sequences, config.data.sequence_length)
+        shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        state = jax.tree.map(placed, shapes, self.state_shardings())
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, BATCH_SPEC))
+        with jax.set_mesh(self.mesh), jax.default_device(self.mesh.devices.flat[0]):
+            return self.step.lower(state, Microbatch(tokens, tokens, tokens, tokens))
+
     def with_params(self, params: Params) -> TrainState:
         """The state of step 0 with given weights, in model order (`abstract_params`), e.g. from an importer."""
         with jax.set_mesh(self.mesh):
