@@ -75,12 +75,38 @@ class Transport(enum.StrEnum):
 
 
 # Values that are no Python names, so the functional form: ScheduleName("1f1b").
-ScheduleName = enum.StrEnum("ScheduleName", ["gpipe", "1f1b"])
+ScheduleName = enum.StrEnum(
+    "ScheduleName", ["gpipe", "1f1b", "1f1b_lockstep", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"]
+)
+
+
+class Stash(enum.StrEnum):
+    """What a stage keeps of a microbatch between its forward and its backward."""
+
+    inputs = "inputs"  # its input; the backward runs the stage again
+    residuals = "residuals"  # what the backward needs, weights and what is cheap to compute again left out
+    named = "named"  # the inputs of blocks, and the regions that parallel.regions keeps
+
+
+class PipelineMode(enum.StrEnum):
+    switch = "switch"  # a stage runs its own op and nothing in idle ticks
+    masked = "masked"  # every stage runs every op of the tick and keeps its own: the same control flow everywhere
+
+
+class PipelineEnds(enum.StrEnum):
+    stages = "stages"  # embedding on the first stage, head and loss on the last
+    sharded = "sharded"  # both on all stages, cut by vocabulary
 
 
 class Recompute(enum.StrEnum):
     none = "none"  # keep every residual of the microbatch in backward
-    block = "block"  # keep block inputs only, run each block's forward again in its backward
+    block = "block"  # keep block inputs and the experts chosen, run each block's forward again in its backward
+    named = "named"  # as block, but keep the regions that parallel.regions keeps
+
+
+class Region(enum.StrEnum):
+    keep = "keep"
+    recompute = "recompute"
 
 
 class Dtype(enum.StrEnum):
@@ -200,10 +226,33 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: ScheduleName = option(ScheduleName("1f1b"), "Order of forwards and backwards on the stages.")
+    schedule: ScheduleName = option(
+        ScheduleName("1f1b"),
+        "Order of forwards and backwards: gpipe, 1f1b, 1f1b_lockstep, interleaved_1f1b, zero_bubble or zero_bubble_v.",
+    )
+    table: str | None = option(None, "CSV file of a schedule of your own (docs/pipeline.md); it replaces schedule.")
+    chunks: int | None = option(
+        None, "Pieces of the model on each stage; null: 2 for interleaved_1f1b and zero_bubble_v, else 1."
+    )
     microbatches: int = option(
         4, "Parts of the batch that go through the pipeline one after the other; also without pp."
     )
+    stash: Stash = option(Stash.inputs, "What stays between a forward and its backward: inputs, residuals or named.")
+    mode: PipelineMode = option(
+        PipelineMode.switch, "switch: idle ticks cost nothing; masked: every stage runs every op of a tick."
+    )
+    ends: PipelineEnds = option(
+        PipelineEnds.stages, "Embedding and head on the first and last stage (stages), or cut over all (sharded)."
+    )
+
+
+@dataclass(frozen=True)
+class RegionsConfig:
+    """What blocks keep for their backward where it is by name (recompute=named, stash=named): keep or recompute."""
+
+    attention: Region = option(Region.keep, "What attention puts out, before its output projection.")
+    dispatch: Region = option(Region.recompute, "Token rows as they arrive at their experts.")
+    hidden: Region = option(Region.recompute, "The first product of every MLP and expert, before SwiGLU.")
 
 
 @dataclass(frozen=True)
@@ -213,7 +262,10 @@ class ParallelConfig:
     )
     experts: ExpertsConfig = option(ExpertsConfig(), "Expert parallelism.")
     pipeline: PipelineConfig = option(PipelineConfig(), "Pipeline parallelism and gradient accumulation.")
-    recompute: Recompute = option(Recompute.none, "What backward computes again instead of keeping: none or block.")
+    recompute: Recompute = option(
+        Recompute.none, "What a block's backward computes again instead of keeping: none, block or named."
+    )
+    regions: RegionsConfig = option(RegionsConfig(), "What named keeps.")
 
 
 @dataclass(frozen=True)
@@ -417,6 +469,18 @@ def validate(config: Config) -> Config:
         f"data.weights has {len(data.weights)} entries for {len(data.paths)} data.paths; one weight a path, or none.",
     )
     require(all(w > 0 for w in data.weights), f"data.weights={list(data.weights)} must all be greater than 0.")
+    pipe, recompute = config.parallel.pipeline, config.parallel.recompute
+    require(
+        pipe.stash != Stash.residuals or recompute == Recompute.none,
+        f"parallel.pipeline.stash=residuals keeps what parallel.recompute={recompute} would compute again; "
+        "set recompute=none, or stash=named.",
+    )
+    require(
+        pipe.stash != Stash.named or recompute != Recompute.block,
+        "parallel.pipeline.stash=named keeps what parallel.regions says, and parallel.recompute=block nothing; "
+        "set recompute=named.",
+    )
+    require(pipe.chunks is None or pipe.chunks > 0, f"parallel.pipeline.chunks={pipe.chunks} must be greater than 0.")
     length, batch, parts = data.sequence_length, config.train.batch_tokens, config.parallel.pipeline.microbatches
     require(
         batch % (length * parts) == 0,

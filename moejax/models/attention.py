@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, QKNorm
@@ -80,4 +81,5 @@ class Attention(nnx.Module):
         mask = attention_mask(context.segment_ids, window if self.windowed else None)
         implementation = choose_implementation(self.config.implementation, x.dtype)
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
         return jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype))

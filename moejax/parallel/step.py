@@ -8,6 +8,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from moejax.config import Config, Transport
+from moejax.config import Config, PipelineEnds, Recompute, Region, RegionsConfig, Stash, Transport
 from moejax.context import Context
+from moejax.errors import UserError
 from moejax.mesh import DATA_AXES, MeshShape, check_fit
 from moejax.models.head import IGNORED
 from moejax.models.transformer import Params, abstract_params, init_params, logical_axes
@@ -30,8 +32,10 @@ from moejax.parallel import pipeline, sharding
 from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
 from moejax.parallel.optimizer import learning_rate, make_optimizer
 from moejax.parallel.schedule_check import check
+from moejax.parallel.schedule_csv import load_csv
 from moejax.parallel.schedule_makers import make_schedule
-from moejax.parallel.schedule_wiring import Wiring, wire
+from moejax.parallel.schedule_wiring import wire
+from moejax.parallel.schedules import Schedule
 from moejax.parallel.stage import Microbatch, StageProgram, Totals
 
 BATCH_SPEC = PartitionSpec(None, DATA_AXES)  # [microbatches, sequences, tokens]
@@ -86,6 +90,27 @@ def choose_transport(config: Config, shape: MeshShape) -> dispatch.Transport:
     return dispatch.Local()
 
 
+def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
+    """The table that `parallel.pipeline` asks for, checked. Without stages there is nothing to order: one chunk, as 1F1B."""
+    pipe = config.parallel.pipeline
+    if pipe.table is not None:
+        schedule = load_csv(pipe.table)
+        for what, wanted, has in (("stages", stages, schedule.stages), ("microbatches", microbatches, schedule.microbatches)):
+            if wanted != has:
+                raise UserError(
+                    f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; make a table for {wanted}."
+                )
+        return schedule
+    name, chunks = pipe.schedule.value, pipe.chunks
+    if chunks is None:
+        chunks = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
+    if stages == 1:
+        name, chunks = "1f1b", 1
+    schedule = make_schedule(name, stages, microbatches, chunks)
+    check(schedule)
+    return schedule
+
+
 class TrainProgram:
     """The step of one config on one mesh, and the shardings around it.
 
@@ -101,14 +126,22 @@ class TrainProgram:
         self.shape = MeshShape(**dict(mesh.shape))
         check_fit(config, self.shape)
         model, pipe = config.model, config.parallel.pipeline
-        self.schedule = make_schedule(pipe.schedule.value, self.shape.pp, pipe.microbatches)
-        check(self.schedule)
-        self.wiring: Wiring = wire(self.schedule)
-        self.evaluation_wiring = pipeline.forward_only(self.shape.pp, pipe.microbatches)
-        self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule)
+        self.schedule = choose_schedule(config, self.shape.pp, pipe.microbatches)
+        self.ends_apart = pipe.ends == PipelineEnds.sharded and self.shape.pp > 1
+        if self.ends_apart and model.vocab_size % self.shape.pp:
+            raise UserError(
+                f"parallel.pipeline.ends=sharded cuts model.vocab_size={model.vocab_size} into pp={self.shape.pp} parts, which "
+                "do not come out even; pad the vocabulary, or set ends=stages."
+            )
+        self.rules = sharding.SHARED_ENDS if self.ends_apart else sharding.RULES
+        self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule, self.ends_apart)
         self.transport = choose_transport(config, self.shape)
         self.stages = StageProgram(
-            model, self.layout, jnp.dtype(config.precision.compute.value), config.parallel.recompute
+            model,
+            self.layout,
+            jnp.dtype(config.precision.compute.value),
+            Recompute.named if pipe.stash == Stash.named else config.parallel.recompute,
+            tuple(f.name for f in fields(RegionsConfig) if getattr(config.parallel.regions, f.name) == Region.keep),
         )
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.params_dtype = jnp.dtype(config.precision.params.value)
@@ -116,11 +149,23 @@ class TrainProgram:
         self.axes = logical_axes(model)
         self.logical_params = abstract_params(model)
         self.abstract = jax.eval_shape(self._to_physical, self.logical_params)
-        self.param_specs = jax.tree.map(sharding.param_spec, self.axes, is_leaf=sharding.is_axes)
-        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape)
+        self.param_specs = jax.tree.map(
+            lambda axes: sharding.param_spec(axes, self.rules), self.axes, is_leaf=sharding.is_axes
+        )
+        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape, self.rules)
         self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self.evaluate = jax.jit(self._evaluate)
+
+    def pipeline(self, microbatches: int, training: bool = True) -> pipeline.Pipeline:
+        """The table that a batch of this many microbatches is run by."""
+        pipe = self.config.parallel.pipeline
+        schedule = choose_schedule(self.config, self.shape.pp, microbatches)
+        if not training:
+            return pipeline.Pipeline(pipeline.forward_only(schedule, self.ends_apart), pipe.mode)
+        # one virtual stage runs its backward right after its forward: there is nothing to keep between the two
+        keep_inputs = pipe.stash == Stash.inputs or schedule.virtual_stages == 1
+        return pipeline.Pipeline(wire(schedule, keep_inputs, self.ends_apart), pipe.mode)
 
     # --- layouts and shardings -------------------------------------------------------------------------------------
 
@@ -160,12 +205,19 @@ class TrainProgram:
         """This process's rows of a batch, [sequences, S] each, to a global Microbatch of [M, B, S] on the devices.
 
         Sequence i belongs to microbatch i mod M, so that the microbatches are the same however many processes there are.
+        M follows from the number of sequences, microbatches being as large as the config has them; what is missing to the
+        last whole one is padding, which is routed nowhere, has no loss and is counted nowhere. A new M compiles anew.
         """
-        parts = self.config.parallel.pipeline.microbatches
+        _, shards = self.data_shard()
+        config = self.config
+        whole = config.train.batch_tokens // config.data.sequence_length // config.parallel.pipeline.microbatches // shards
+        parts = -(-len(batch["tokens"]) // whole)
         placed = NamedSharding(self.mesh, BATCH_SPEC)
+        filler = {"tokens": 0, "labels": IGNORED, "segment_ids": -1, "positions": 0}
 
         def place(name: str) -> Array:
             x = np.asarray(batch[name], np.int32)
+            x = np.pad(x, ((0, parts * whole - len(x)), (0, 0)), constant_values=filler[name])
             by_microbatch = np.ascontiguousarray(x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1))
             return jax.make_array_from_process_local_data(placed, by_microbatch)
 
@@ -194,6 +246,19 @@ class TrainProgram:
             return {}
         return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
+    def lower(self, microbatches: int | None = None) -> Any:
+        """The step lowered from shapes alone, for `.compile()` on devices that need not be there (`hardware.absent_gpu`)."""
+        config = self.config
+        parts = config.parallel.pipeline.microbatches
+        sequences = config.train.batch_tokens // config.data.sequence_length // parts
+        shape = (microbatches or parts, sequences, config.data.sequence_length)
+        shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        state = jax.tree.map(placed, shapes, self.state_shardings())
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, BATCH_SPEC))
+        with jax.set_mesh(self.mesh), jax.default_device(self.mesh.devices.flat[0]):
+            return self.step.lower(state, Microbatch(tokens, tokens, tokens, tokens))
+
     def with_params(self, params: Params) -> TrainState:
         """The state of step 0 with given weights, in model order (`abstract_params`), e.g. from an importer."""
         with jax.set_mesh(self.mesh):
@@ -206,9 +271,9 @@ class TrainProgram:
 
         def spec(shape: Any, axes: tuple[str, ...], stack: StackLayout | None) -> PartitionSpec:
             if stack is None or stack.identity:
-                return sharding.zero_layout(shape.shape, axes, self.shape).spec
+                return sharding.zero_layout(shape.shape, axes, self.shape, self.rules).spec
             # the layer axis of the logical stack does not divide over pp: cut another dimension over all replicas
-            return sharding.zero_layout(shape.shape, ("", *axes[1:]), self.shape).spec
+            return sharding.zero_layout(shape.shape, ("", *axes[1:]), self.shape, self.rules).spec
 
         specs = {
             name: jax.tree.map(lambda s, a, n=name: spec(s, a, self.layout.stacks.get(n)), shapes, self.axes[name])
@@ -281,25 +346,26 @@ class TrainProgram:
         return lax.psum(x, self.data_axes) if self.data_axes else x
 
     def _region(self, params: Params, batch: Microbatch, key: Array) -> tuple[Params, Totals, Array]:
-        gradients, totals, loss_tokens = self._run(params, batch, key, self.wiring)
+        gradients, totals, loss_tokens = self._run(params, batch, key, training=True)
         with jax.named_scope("reduce_gradients"):
             gradients = jax.tree.map(sharding.reduce_gradient, gradients, self.zero)
         return gradients, self._global(totals), loss_tokens
 
     def _evaluation_region(self, params: Params, batch: Microbatch) -> tuple[Array, Array]:
         # random routing, if that is asked for, draws the same in every evaluation
-        _, totals, loss_tokens = self._run(params, batch, jax.random.key(0), self.evaluation_wiring)
+        _, totals, loss_tokens = self._run(params, batch, jax.random.key(0), training=False)
         return self._global(totals).cross_entropy, loss_tokens
 
     def _global(self, totals: Totals) -> Totals:
         scalars = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), (*self.data_axes, "pp"))
         return Totals(*scalars, self._sum_over_data(totals.statistics))
 
-    def _run(self, params: Params, batch: Microbatch, key: Array, wiring: Wiring) -> tuple[Params, Totals, Array]:
+    def _run(self, params: Params, batch: Microbatch, key: Array, training: bool) -> tuple[Params, Totals, Array]:
         """The pipeline on this device's part, inside the manual region; the third is the count of non-ignored tokens."""
         # counts are whole numbers below 2^24 per device, summed exactly
         loss_tokens = jnp.maximum(self._sum_over_data(jnp.sum(batch.labels != IGNORED).astype(jnp.float32)), 1.0)
         tokens_M = self._sum_over_data(jnp.sum(batch.segment_ids >= 0, axis=(1, 2)).astype(jnp.float32))
+        tokens_M = jnp.maximum(tokens_M, 1.0)  # a microbatch of padding alone has no balance, and no 0 / 0 either
         local = batch.tokens.shape[1]
         shard = lax.axis_index(self.data_axes) if self.data_axes else 0
 
@@ -315,7 +381,8 @@ class TrainProgram:
                 key=jax.random.fold_in(key, microbatch),
             )
 
-        gradients, totals = pipeline.run(self.stages, wiring, params, batch, context_of)
+        table = self.pipeline(batch.tokens.shape[0], training)
+        gradients, totals = pipeline.run(self.stages, table, params, batch, context_of)
         return gradients, totals, loss_tokens
 
     def _step(self, state: TrainState, batch: Microbatch) -> tuple[TrainState, StepMetrics]:
