@@ -4,8 +4,8 @@
     backward   x or tokens --blocks, keeping residuals--> loss or the cotangent that came --blocks reversed--> dx
 
 The backward is written out, layer by layer: a scan over the blocks that keeps what each block's VJP needs, and a scan
-back that adds each layer's weight gradient to the fp32 accumulator in its slot. So there is never a second buffer of the
-size of all gradients, weights are never copied among the residuals, and nothing differentiates through a scan.
+back that adds each layer's weight gradient to the fp32 accumulator in its slot. So there is never a second buffer of
+the size of all gradients, weights are never copied among the residuals, and nothing differentiates through a scan.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, PyTree
 from moejax.config import ModelConfig, Recompute
 from moejax.context import Context
 from moejax.models.transformer import Params, parts
-from moejax.moe.layer import RouterStatistics, zero_statistics
+from moejax.moe.statistics import RouterStatistics, merge, zero_statistics
 from moejax.parallel.layout import Layout, StageKind
 
 
@@ -148,7 +148,7 @@ class StageProgram:
             kept.append((name, count, slot, layer, residuals))
             totals = totals._replace(auxiliary=totals.auxiliary + auxiliary)
             if statistics is not None:
-                totals = totals._replace(statistics=_add_rows(totals.statistics, statistics, slot))
+                totals = totals._replace(statistics=_merge_rows(totals.statistics, statistics, slot))
         if kind.last:
             share = lambda h, e, x: self.head_loss(h, e, x, batch.labels)  # noqa: E731
             loss, pull_head, sums = jax.vjp(share, params["head"], params["embedding"], x, has_aux=True)
@@ -170,7 +170,8 @@ class StageProgram:
     def _keep(
         self, name: str, count: int, slot: Array, layer: Array, stack: Params, x: Array, context: Context
     ) -> tuple[Array, "Residuals", Array, RouterStatistics | None]:
-        """Forward through a stack, keeping what its backward needs; also the summed auxiliary loss, and statistics by layer."""
+        """Forward through a stack, keeping what its backward needs; also the summed auxiliary loss, and statistics by
+        layer."""
         rebuild: dict[str, Any] = {}
 
         def step(x: Array, i: Array) -> tuple[Array, Any]:
@@ -181,9 +182,12 @@ class StageProgram:
                 return y, ([x], loss, statistics)
             (y, loss), pull, statistics = jax.vjp(block, params, x, has_aux=True)
             leaves, rebuild["tree"] = jax.tree.flatten(pull)
-            at_hand = {id(value): n for n, value in enumerate(_at_hand(params, context))}
-            rebuild["source"] = [at_hand.get(id(leaf)) for leaf in leaves]
-            return y, ([leaf for leaf in leaves if id(leaf) not in at_hand], loss, statistics)
+            given = _at_hand(params, context)
+            at_hand = {id(value): n for n, value in enumerate(given)}
+            kept = {id(leaf): leaf for leaf in leaves if id(leaf) not in at_hand}  # once, however many rules need it
+            place = {leaf: n for n, leaf in enumerate(kept, start=len(given))}
+            rebuild["source"] = [(at_hand | place)[id(leaf)] for leaf in leaves]
+            return y, (list(kept.values()), loss, statistics)
 
         x, (kept, losses, statistics) = lax.scan(step, x, jnp.arange(count))
         return x, Residuals(kept, rebuild.get("tree"), rebuild.get("source", [])), jnp.sum(losses), statistics
@@ -223,17 +227,16 @@ class Residuals:
     """Residuals of a stack of blocks, stacked by layer, without those that are at hand in the backward anyway.
 
     kept: arrays [layers, ...]. tree, source: how to put one layer's VJP together again; source[n] is the index of
-    leaf n among the arrays at hand, None if it is the next of `kept`.
+    leaf n among the arrays at hand and the kept ones after them.
     """
 
     kept: list[Array]
     tree: Any
-    source: list[int | None]
+    source: list[int]
 
     def rebuild(self, kept: list[Array], at_hand: list[Array]) -> Any:
-        waiting = iter(kept)
-        leaves = [next(waiting) if n is None else at_hand[n] for n in self.source]
-        return jax.tree.unflatten(self.tree, leaves)
+        arrays = [*at_hand, *kept]
+        return jax.tree.unflatten(self.tree, [arrays[n] for n in self.source])
 
 
 def _at_hand(params: Params, context: Context) -> list[Array]:
@@ -257,9 +260,8 @@ def add_row(stack: PyTree[Array], more: PyTree[Array], index: Array) -> PyTree[A
     return jax.tree.map(lambda s, m: s.at[index].add(m.astype(s.dtype)), stack, more)
 
 
-def _add_rows(stack: PyTree[Array], more: PyTree[Array], first: Array) -> PyTree[Array]:
-    def one(s: Array, m: Array) -> Array:
-        there = lax.dynamic_slice_in_dim(s, first, m.shape[0])
-        return lax.dynamic_update_slice_in_dim(s, there + m, first, axis=0)
-
-    return jax.tree.map(one, stack, more)
+def _merge_rows(stack: RouterStatistics, more: RouterStatistics, first: Array) -> RouterStatistics:
+    """Statistics of a few layers into their slots."""
+    there = jax.tree.map(lambda s, m: lax.dynamic_slice_in_dim(s, first, m.shape[0]), stack, more)
+    merged = merge(there, more)
+    return jax.tree.map(lambda s, m: lax.dynamic_update_slice_in_dim(s, m, first, axis=0), stack, merged)
