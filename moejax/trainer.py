@@ -136,13 +136,15 @@ class Trainer:
         held_out = one_pass(self.text.held_out, global_batch_size=size, host_index=host, host_count=hosts)
         total, tokens = 0.0, 0.0
         for batch in itertools.islice(held_out, self.config.train.eval_batches):
-            loss, count = self.program.evaluate(self.state.params, self.program.place_batch(batch))
+            placed = self.program.place_batch(batch)
+            loss, count = self.program.evaluate(self.state.params, placed, self.state.score_bias)
             total, tokens = total + float(loss), tokens + float(count)
         return total / tokens
 
     def model(self) -> Transformer:
         """The model as one Flax module with the current fp32 weights, in model order."""
-        return Transformer(self.config.model, self.program.portable(self.state).master)
+        portable = self.program.portable(self.state)
+        return Transformer(self.config.model, portable.master, score_bias=portable.score_bias)
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -281,9 +283,11 @@ class Trainer:
         if c.model.n_moe_layers:
             yield (
                 f"Experts: {c.model.moe.num_experts}, {c.model.moe.top_k} per token; transport "
-                f"{program.transport.name}, receive buffer {program.receive_buffer_rows():,} rows a device, the most "
-                "that can arrive: nothing is dropped."
+                f"{program.transport.name}, receive buffer {program.receive_buffer_rows():,} rows a device, "
+                f"overflow {c.parallel.experts.overflow.value}."
             )
+            if program.shape.ep > 1:
+                yield program.choice.table()
         held_out = f"{len(self.text.held_out):,}" if self.text.held_out else "none"
         epochs = c.train.steps * c.train.batch_tokens / c.data.sequence_length / self.text.sequences
         yield (

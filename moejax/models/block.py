@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from moejax.config import ModelConfig, NormPlacement
 from moejax.context import Context
 from moejax.models.attention import Attention
-from moejax.models.mlp import MLP, GatedMLP
+from moejax.models.mlp import MLP
 from moejax.models.norms import RMSNorm
 from moejax.moe.layer import Auxiliary, MoELayer
 from moejax.moe.router import Routing
@@ -27,8 +27,6 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         if moe:
             self.moe = MoELayer(config, rngs=rngs)
-            if config.moe.shared_gate:
-                self.moe.shared = GatedMLP(config.d_model, config.moe.shared_hidden, config.init_std, rngs=rngs)
         else:
             self.mlp = MLP(config.d_model, config.dense_width, config.init_std, rngs=rngs)
         self.is_moe = moe
