@@ -1,6 +1,7 @@
 """What the commands share: arguments, help that lists every field, one sentence and exit code 2 for bad input."""
 
 import argparse
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -72,12 +73,15 @@ def read_config(arguments: argparse.Namespace) -> Config:
 
 
 def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and leave with its exit code: 2 and one sentence for a UserError."""
+    """Run a command and leave with its exit code: 2 and one sentence for a UserError, 130 for a Ctrl-C."""
     try:
         code = main(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("Ctrl-C: left; nothing was lost that had been saved.", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except BrokenPipeError:  # `| head`
         code = 0
     sys.exit(code)

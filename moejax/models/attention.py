@@ -1,6 +1,6 @@
 """Attention: grouped queries, QK norm, rotary positions, documents and windows kept apart by one mask.
 
-    x_BSD --w_qkv--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
+    x_BSD --w_qkv (+ b_qkv)--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
 
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """
@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, QKNorm
 from moejax.context import Context
 from moejax.models.norms import RMSNorm
-from moejax.models.parameters import weight
+from moejax.models.parameters import weight, zeros
 
 
 def rotary(x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float) -> Float[Array, "B S N H"]:
@@ -54,6 +55,8 @@ class Attention(nnx.Module):
         packed = c.n_heads + 2 * c.n_kv_heads
         self.w_qkv = weight(rngs, config.init_std, (config.d_model, packed, c.head_dim), ("embed", "heads", "head"))
         self.w_out = weight(rngs, config.init_std, (c.n_heads, c.head_dim, config.d_model), ("heads", "head", "embed"))
+        if c.qkv_bias:
+            self.b_qkv = zeros((packed, c.head_dim), ("heads", "head"))
         if c.qk_norm != QKNorm.none:
             full = c.qk_norm == QKNorm.full
             self.q_norm = RMSNorm(c.head_dim * (c.n_heads if full else 1), config.norm_eps, "head")
@@ -63,6 +66,8 @@ class Attention(nnx.Module):
         """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated."""
         c = self.config
         qkv = jnp.einsum("bsd,dqh->bsqh", x, self.w_qkv[...].astype(x.dtype))
+        if c.qkv_bias:
+            qkv = qkv + self.b_qkv[...].astype(x.dtype)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
         if c.qk_norm == QKNorm.head:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -76,4 +81,5 @@ class Attention(nnx.Module):
         mask = attention_mask(context.segment_ids, window if self.windowed else None)
         implementation = choose_implementation(self.config.implementation, x.dtype)
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
         return jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from moejax.models.parameters import weight
@@ -11,7 +12,7 @@ from moejax.models.parameters import weight
 
 def swiglu(up_gate: Float[Array, "*batch F2"]) -> Float[Array, "*batch F"]:
     """up * silu(gate); the packed input holds up first, then gate, as Olmo-core's `w_up_gate`."""
-    up, gate = jnp.split(up_gate, 2, axis=-1)
+    up, gate = jnp.split(checkpoint_name(up_gate, "hidden"), 2, axis=-1)
     return up * jax.nn.silu(gate)
 
 
@@ -24,3 +25,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return swiglu(x @ self.w_up_gate[...].astype(x.dtype)) @ self.w_down[...].astype(x.dtype)
+
+
+class GatedMLP(MLP):
+    """y = sigmoid(x w_gate) * MLP(x), one gate a token, taken in fp32: the shared expert of Qwen2-MoE."""
+
+    def __init__(self, d_model: int, hidden: int, std: float, *, rngs: nnx.Rngs):
+        super().__init__(d_model, hidden, std, rngs=rngs)
+        self.w_gate = weight(rngs, std, (d_model,), ("embed",))
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        gate = jax.nn.sigmoid(x.astype(jnp.float32) @ self.w_gate[...].astype(jnp.float32))
+        return gate[..., None].astype(x.dtype) * super().__call__(x)

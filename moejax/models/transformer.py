@@ -123,11 +123,14 @@ class Transformer(nnx.Module):
         model = Transformer(config.model, params)       # params from init_params, a checkpoint, or an importer
         logits = model(ids)                             # fp32[B, S, V]
 
-    compute: dtype of activations.
+    compute: dtype of activations. score_bias: fp32[L, E], by MoE layer; of routers that choose by one.
     """
 
-    def __init__(self, config: ModelConfig, params: PyTree[Array], compute: Any = jnp.float32):
+    def __init__(
+        self, config: ModelConfig, params: PyTree[Array], compute: Any = jnp.float32, score_bias: Any | None = None
+    ):
         self.config = config
+        self.score_bias = None if score_bias is None else nnx.Variable(jnp.asarray(score_bias, jnp.float32))
         self.compute = compute
         self.params = nnx.data(jax.tree.map(nnx.Param, params))
 
@@ -146,7 +149,10 @@ class Transformer(nnx.Module):
         segment_ids = jnp.zeros_like(ids) if segment_ids is None else segment_ids
         embedding = p.embedding(params["embedding"])
         x = embedding(jnp.asarray(ids), self.compute)
-        x, auxiliary = forward(self.config, params, x, single_device_context(segment_ids))
+        bias = None
+        if self.score_bias is not None:  # a row for each layer, dense ones included
+            bias = jnp.pad(self.score_bias[...], ((self.config.n_dense_layers, 0), (0, 0)))
+        x, auxiliary = forward(self.config, params, x, single_device_context(segment_ids, score_bias=bias))
         return p.head(params["head"]).logits(x, embedding), auxiliary
 
     def expert_ids(self, ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None) -> Int[Array, "L B S K"]:

@@ -69,7 +69,8 @@ def layers_of_virtual_stages(n_layers: int, virtual_stages: int) -> list[range]:
     return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def make_layout(n_layers: int, n_dense: int, schedule: Schedule) -> Layout:
+def make_layout(n_layers: int, n_dense: int, schedule: Schedule, ends_apart: bool = False) -> Layout:
+    """ends_apart: embedding and head are no part of any stage, so that first and last ones are as the others."""
     stages, chunks = schedule.stages, schedule.chunks
     layers = layers_of_virtual_stages(n_layers, schedule.virtual_stages)
     table = {name: np.zeros((stages, chunks), np.int32) for name in ("kind", "dense", "moe", "layer")}
@@ -82,7 +83,8 @@ def make_layout(n_layers: int, n_dense: int, schedule: Schedule) -> Layout:
             q = int(schedule.virtual_stage(stage, chunk))
             dense = [layer for layer in layers[q] if layer < n_dense]
             moe = [layer - n_dense for layer in layers[q] if layer >= n_dense]
-            kind = StageKind(len(dense), len(moe), q == 0, q == schedule.virtual_stages - 1)
+            ends = (q == 0, q == schedule.virtual_stages - 1) if not ends_apart else (False, False)
+            kind = StageKind(len(dense), len(moe), *ends)
             if kind not in kinds:
                 kinds.append(kind)
             table["kind"][stage, chunk] = kinds.index(kind)

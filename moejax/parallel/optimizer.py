@@ -42,8 +42,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: PyTree[Any], embeddings: bool = False) -> PyTree[bool]:
-    """True for weights that decay: all but norm gains, and as published, the embedding table."""
-    spared = ("gain",) if embeddings else ("gain", "table")
+    """True for weights that decay: all but gains, biases and, as published (`group_overrides`), the embedding."""
+    spared = ("gain", "b_qkv") if embeddings else ("gain", "b_qkv", "table")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in spared, params)
 
 
