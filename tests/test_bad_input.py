@@ -1,7 +1,6 @@
 """Bad input is one sentence that names what is wrong and the way out, exit code 2, no traceback, and nothing lost."""
 
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from moejax.checkpoint.manager import Checkpoints
 from moejax.errors import UserError
 from moejax.mesh import make_mesh, parse_mesh
 from moejax.trainer import Trainer
-from tests.runs import ROOT, main, run_arguments, start, write_text
+from tests.runs import ROOT, main, run_arguments, write_text
 
 SHORT = ("train.steps=4", "checkpoint.every=2", "train.eval_batches=0", "data.validation_fraction=0")
 
