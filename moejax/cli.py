@@ -48,6 +48,14 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def whole_number(text: str) -> int:
+    """An argument such as 8."""
+    numbers = whole_numbers(text)
+    if len(numbers) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one whole number above 0")
+    return numbers[0]
+
+
 def fields_help(width: int = 110) -> str:
     """Every field with its default and its sentence."""
     lines = ["configuration fields (default):"]

@@ -103,7 +103,7 @@ def test_every_benchmark_says_what_it_is(capsys):
         (["expert"], "experts"),
         (["experts", "--experts", "8,many"], "8,32,128"),
         (["experts", "--experts", "8,8"], "twice"),
-        (["experts", "--turns", "0", "--experts", "2", "--tokens", "128", *SMALL], "--turns"),
+        (["experts", "--turns", "0"], "turns"),
         (["experts", "--tokens", "100"], "train.batch_tokens"),
         (["experts", "model.d_modle=8"], "model.d_model"),
         (["grouped-gemm", "--rows", "0"], "at least 1"),
@@ -114,7 +114,7 @@ def test_every_benchmark_says_what_it_is(capsys):
 def test_bad_arguments_are_told_in_a_sentence(arguments, words):
     with pytest.raises(UserError, match=words) as told:
         bench.main(arguments)
-    assert "\n" not in str(told.value) and str(told.value).endswith(".")
+    assert "\n" not in str(told.value) and str(told.value).endswith((".", "?"))
 
 
 def test_bad_input_leaves_with_code_2_and_no_traceback():

@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts", type=cli.whole_numbers, default=(8, 32, 128), help="numbers of experts, e.g. 8,32 (8,32,128)"
     )
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens a step (%(default)s)")
-    parser.add_argument("--turns", type=int, default=5, help="timed steps of each (%(default)s)")
+    parser.add_argument("--tokens", type=cli.whole_number, default=16384, help="tokens a step (%(default)s)")
+    parser.add_argument("--turns", type=cli.whole_number, default=5, help="timed steps of each (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of tokens and weights (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="fields of the configuration, as in training")
 
