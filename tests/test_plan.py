@@ -13,11 +13,25 @@ def test_several_schedules_come_as_text_and_in_one_picture(tmp_path, capsys):
     picture = tmp_path / "all.svg"
     wanted = f"gpipe,interleaved_1f1b:3,{tmp_path / 'mine.csv'}"
     code = main(
-        ["--mesh", "pp=2", "--schedule", wanted, "--svg", str(picture), "--costs", "F=1,B=2", "parallel.pipeline.microbatches=4"]
+        [
+            "--mesh",
+            "pp=2",
+            "--schedule",
+            wanted,
+            "--svg",
+            str(picture),
+            "--costs",
+            "F=1,B=2",
+            "parallel.pipeline.microbatches=4",
+        ]
     )
     said, drawn = capsys.readouterr().out, picture.read_text()
     assert code == 0
-    for caption in ("gpipe: 2 stages, 4 microbatches", "interleaved_1f1b: 2 stages, 4 microbatches, 3 chunks", "1f1b: 2 stages"):
+    for caption in (
+        "gpipe: 2 stages, 4 microbatches",
+        "interleaved_1f1b: 2 stages, 4 microbatches, 3 chunks",
+        "1f1b: 2 stages",
+    ):
         assert caption in said and caption in drawn
     assert said.count("bubble") == 3 and said.count("peak stash") == 3
 

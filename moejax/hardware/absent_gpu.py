@@ -84,7 +84,9 @@ def absent_devices(chip: str, count: int) -> list[Any]:
 
     per_host = next(n for n in range(min(GPUS_PER_HOST, count), 0, -1) if count % n == 0)
     shape = f"1x{count // per_host}x{per_host}"  # slices x hosts x GPUs of a host
-    return list(topologies.get_topology_desc(platform="cuda", target_config=target_config(chip), topology=shape).devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", target_config=target_config(chip), topology=shape).devices
+    )
 
 
 def absent_mesh(chip: str, mesh: str | MeshShape) -> Mesh:
@@ -97,6 +99,11 @@ def absent_mesh(chip: str, mesh: str | MeshShape) -> Mesh:
 def bytes_per_device(compiled: Any) -> dict[str, int]:
     """arguments, outputs, aliased (donated arguments that are outputs too), temporaries and peak of a compiled program."""
     memory = compiled.memory_analysis()
-    names = {"arguments": "argument_size", "outputs": "output_size", "aliased": "alias_size", "temporaries": "temp_size"}
+    names = {
+        "arguments": "argument_size",
+        "outputs": "output_size",
+        "aliased": "alias_size",
+        "temporaries": "temp_size",
+    }
     sizes = {name: int(getattr(memory, f"{field}_in_bytes")) for name, field in names.items()}
     return sizes | {"peak": int(getattr(memory, "peak_memory_in_bytes", 0))}

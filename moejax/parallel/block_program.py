@@ -60,7 +60,11 @@ class BlockProgram:
         self._out, self._pull_tree = found["out"], found["pull"]
         residuals = jaxpr.outvars[self._out.num_leaves :]
         reached = _reached(jaxpr, jaxpr.invars[-1:])
-        kept = _cheapest(jaxpr, [v for v in _variables(residuals) if v in reached], set(jaxpr.invars[:-1]) | _unreached(jaxpr, reached))
+        kept = _cheapest(
+            jaxpr,
+            [v for v in _variables(residuals) if v in reached],
+            set(jaxpr.invars[:-1]) | _unreached(jaxpr, reached),
+        )
         self.kept = [Shape(v.aval.shape, v.aval.dtype) for v in kept]
         self._keep = _slice(jaxpr, [*jaxpr.outvars[: self._out.num_leaves], *kept], jaxpr.invars)
         self._again = _slice(jaxpr, residuals, [*jaxpr.invars[:-1], *kept])
@@ -117,9 +121,7 @@ class BlockProgram:
         dx, *between = run(first, [*constants, *self._rebuild(params, known, kept), dy])
         return dx, between
 
-    def pull_weight(
-        self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]
-    ) -> Any:
+    def pull_weight(self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]) -> Any:
         """d_params."""
         self.split()
         _, second, constants = self._pieces
@@ -185,7 +187,11 @@ def _read_by(jaxpr: core.Jaxpr, equations: set[int], output: Any) -> set[Any]:
 
 
 def _cheapest(
-    jaxpr: core.Jaxpr, wanted: Sequence[Any], free: set[Any], first: set[int] | None = None, used: set[Any] | None = None
+    jaxpr: core.Jaxpr,
+    wanted: Sequence[Any],
+    free: set[Any],
+    first: set[int] | None = None,
+    used: set[Any] | None = None,
 ) -> list[Any]:
     """What has to be kept so that `wanted` follows from it and from `free` by cheap equations alone.
 
@@ -233,6 +239,13 @@ def run_opened(jaxpr: core.Jaxpr, values: Sequence[Any]) -> list[Any]:
             outputs = run_opened(opened, [*constants, *inputs])
         else:
             whole = _with(jaxpr, _variables(equation.invars), list(equation.outvars), [equation])
-            outputs = run(whole, [value for value, atom in zip(inputs, equation.invars, strict=True) if not isinstance(atom, core.Literal)])
+            outputs = run(
+                whole,
+                [
+                    value
+                    for value, atom in zip(inputs, equation.invars, strict=True)
+                    if not isinstance(atom, core.Literal)
+                ],
+            )
         at.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

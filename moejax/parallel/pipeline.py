@@ -175,9 +175,7 @@ def _sets(inside: Inside, count: int) -> tuple[list[tuple[int, ...]], np.ndarray
     return distinct, np.array([distinct.index(chosen) for chosen in sets], np.int32)
 
 
-def _masked(
-    branches: list[Any], chosen: tuple[int, ...], carry: Carry, row: dict[str, Array]
-) -> tuple[Carry, Array]:
+def _masked(branches: list[Any], chosen: tuple[int, ...], carry: Carry, row: dict[str, Array]) -> tuple[Carry, Array]:
     """Every branch of the tick on every stage, each stage keeping what its own one did."""
     outcomes = [branches[index](carry, row) for index in chosen]
     result = outcomes[0]

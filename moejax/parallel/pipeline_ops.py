@@ -247,9 +247,7 @@ def _backward_again(kind: StageKind, inside: Inside, carry: Carry, row: Row) -> 
         y, stash, totals = _again(kind, inside, here, context, place, carry, row)
         carry = carry._replace(totals=totals)
         dy, gradients, totals = _cotangent(kind, inside, here, context, carry, row, y)
-        dx, gradients = inside.program.pull(
-            kind, inside.blocks, inside.params, context, place, stash, 0, dy, gradients
-        )
+        dx, gradients = inside.program.pull(kind, inside.blocks, inside.params, context, place, stash, 0, dy, gradients)
         dx, gradients = _ends_of_backward(kind, inside, here, dx, gradients)
     return carry._replace(gradients=gradients, totals=totals), dx
 
@@ -261,9 +259,7 @@ def _backward_input_again(kind: StageKind, inside: Inside, carry: Carry, row: Ro
         carry = carry._replace(totals=totals)
         dy, gradients, totals = _cotangent(kind, inside, here, context, carry, row, y)
         unused = inside.program.empty_stash(inside.blocks, 1, between=True)
-        dx, _ = inside.program.pull_input(
-            kind, inside.blocks, inside.params, context, place, stash, 0, dy, unused, 0
-        )
+        dx, _ = inside.program.pull_input(kind, inside.blocks, inside.params, context, place, stash, 0, dy, unused, 0)
         dx, gradients = _ends_of_backward(kind, inside, here, dx, gradients)
     return carry._replace(gradients=gradients, totals=totals), dx
 

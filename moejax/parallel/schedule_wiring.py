@@ -105,9 +105,7 @@ class Wiring:
         return self.store_activation_from.shape[-1]
 
 
-def wire(
-    schedule: Schedule, keep_inputs: bool = True, ends_apart: bool = False, keep_outputs: bool = True
-) -> Wiring:
+def wire(schedule: Schedule, keep_inputs: bool = True, ends_apart: bool = False, keep_outputs: bool = True) -> Wiring:
     """Slots and arrivals of a schedule that passes `schedule_check.check`; undefined for others.
 
     keep_inputs: True for an executor that recomputes a stage from its input, which then stays in the activation ring

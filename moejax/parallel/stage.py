@@ -146,9 +146,7 @@ class StageProgram:
         with jax.named_scope("head"):
             return p.head(head).loss(x, labels, p.embedding(embedding))
 
-    def forward(
-        self, kind: StageKind, params: Params, x: Array, context: Context, place: Place
-    ) -> Array:
+    def forward(self, kind: StageKind, params: Params, x: Array, context: Context, place: Place) -> Array:
         for name, count, slot, layer in self._stacks(kind, place):
             block = self._block(name, context)
 

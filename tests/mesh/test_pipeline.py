@@ -104,7 +104,11 @@ def test_loss_and_gradients_are_those_of_one_device(mesh, schedule, stash, more)
 def test_drawn_sizes(schedule, stash, stages, microbatches, n_dense, data):
     chunks = {"interleaved_1f1b": 3 if stages == 2 else 2}.get(schedule, 1)
     n_layers = data.draw(st.integers(max(stages * chunks, n_dense + 1), stages * chunks + 5))
-    model = (f"model.n_layers={n_layers}", f"model.n_dense_layers={n_dense}", f"parallel.pipeline.microbatches={microbatches}")
+    model = (
+        f"model.n_layers={n_layers}",
+        f"model.n_dense_layers={n_dense}",
+        f"parallel.pipeline.microbatches={microbatches}",
+    )
     more = (f"parallel.pipeline.chunks={chunks}",)
     check_same(Computed(f"pp={stages}", (*model, *on_mesh(schedule, stash, more))), Computed("dp=1", model))
 
@@ -142,6 +146,7 @@ def test_a_batch_of_another_size_changes_the_number_of_microbatches():
     assert int((np.asarray(partial.labels) != -100).sum()) == int((batch["labels"][:19] != -100).sum())
 
 
+@pytest.mark.slow
 def test_checkpoints_are_in_model_order_whatever_the_chunks():
     program = small_program("dp=2,pp=2", ("model.n_layers=7", "parallel.pipeline.schedule=interleaved_1f1b"))
     assert not program.layout.stacks["moe_blocks"].identity

@@ -66,7 +66,9 @@ def run_on_names(wiring, stages: int) -> Counter:
             if op == Op.IDLE:
                 continue
             # without inputs the last virtual stage leaves its output where its input was, and its loss takes it there
-            output_stays = wiring.last[tick, stage] and not (wiring.keep_inputs or wiring.ends or wiring.first[tick, stage])
+            output_stays = wiring.last[tick, stage] and not (
+                wiring.keep_inputs or wiring.ends or wiring.first[tick, stage]
+            )
             if wiring.first[tick, stage] and not wiring.ends:
                 x = ("activation", m, 0)
             elif op == Op.FORWARD or wiring.keep_inputs:
