@@ -1,6 +1,6 @@
 """Look at a plan before a device is touched: `python -m moejax.plan --schedule 1f1b,zero_bubble_v [--svg FILE]`.
 
-    names or CSV files --schedule tables, checked--> a timeline each as text, bubble and peak stash, and one SVG of them all
+    names or CSV files --schedule tables, checked--> a timeline each as text with its figures, and one SVG of all
 
 Stages and microbatches are those of the config (`--mesh pp=8 parallel.pipeline.microbatches=32`).
 """

@@ -1,10 +1,10 @@
 """Compiling for GPUs that are not there: XLA's CUDA compiler, a description of the device, and a topology of many.
 
-    absent_mesh("b300", "dp=8,ep=8,pp=8") --TrainProgram(config, mesh).lower().compile()--> memory, collectives, schedule
+    absent_mesh("b300", "dp=8,ep=8,pp=8") --TrainProgram(config, mesh).lower().compile()--> memory, collectives
 
 Nothing runs: what comes out is what the compiler would hand to a GPU of this kind, with its memory per device. It needs
-JAX's CUDA plugin (`uv pip install moejax[aot]`), no driver and no CUDA libraries. Two things differ from a compilation on
-the device: no kernels are tuned, and a program that exceeds the memory is no error; compare `peak_memory_in_bytes` yourself.
+JAX's CUDA plugin (`uv pip install moejax[aot]`), no driver and no CUDA libraries. Two things differ from a compilation
+on the device: no kernels are tuned, and a program that exceeds the memory is no error; compare the peak yourself.
 One kind of GPU a process: JAX keeps what it has lowered for the first.
 
 Figures: NVIDIA's data sheets (SMs, bandwidth, memory) and the CUDA programming guide (limits by compute capability).
@@ -97,7 +97,8 @@ def absent_mesh(chip: str, mesh: str | MeshShape) -> Mesh:
 
 
 def bytes_per_device(compiled: Any) -> dict[str, int]:
-    """arguments, outputs, aliased (donated arguments that are outputs too), temporaries and peak of a compiled program."""
+    """arguments, outputs, aliased (donated arguments that are outputs too), temporaries and peak of a compiled
+    program."""
     memory = compiled.memory_analysis()
     names = {
         "arguments": "argument_size",

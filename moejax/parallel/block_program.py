@@ -1,16 +1,17 @@
 """One block taken apart, so that its backward can run at another time than its forward, and in two pieces.
 
     forward          params, x, known --> y
-    keep             params, x, known --> y, kept                        kept: what the backward needs and cannot have again
+    keep             params, x, known --> y, kept                        kept: what the backward needs of the forward
     pull             params, known, kept, dy --> dx, d_params
     pull_input       params, known, kept, dy --> dx, between             between: what the weight gradients need besides
     pull_weight      params, known, kept, between --> d_params
 
 `jax.vjp` of the block is traced once to a jaxpr and cut by looking at what depends on what. Of the values its backward
-asks for, those that follow from weights and from what is known of the microbatch (masks, rotary angles, casts of weights)
-are computed again; so weights are never copied into a stash. The pull is cut into the equations that lead to dx, and the
-rest; what crosses the cut is kept where it was dear to compute (matrix products, exchanges, loops), and computed again
-where it was cheap. After Qi et al. 2023 (arXiv:2401.10241), who make the same cut by hand in each linear layer.
+asks for, those that follow from weights and from what is known of the microbatch (masks, rotary angles, casts of
+weights) are computed again; so weights are never copied into a stash. The pull is cut into the equations that lead to
+dx, and the rest; what crosses the cut is kept where it was dear to compute (matrix products, exchanges, loops), and
+computed again where it was cheap. After Qi et al. 2023 (arXiv:2401.10241), who make the same cut by hand in each linear
+layer.
 """
 
 import re

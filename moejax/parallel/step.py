@@ -70,7 +70,8 @@ class StepMetrics(NamedTuple):
 
     loss: cross entropy in nats. z_loss: weighted, of the output logits. auxiliary_loss: weighted, of the routers.
     gradient_norm: global, before clipping. learning_rate. tokens: non-ignored ones.
-    routing: per MoE layer in model order, None without any: counts [L, E] routes; balance and z [L], unweighted, per token.
+    routing: per MoE layer in model order, None without any: counts [L, E] routes; balance and z [L], unweighted, per
+      token.
     """
 
     loss: Array
@@ -91,14 +92,17 @@ def choose_transport(config: Config, shape: MeshShape) -> dispatch.Transport:
 
 
 def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
-    """The table that `parallel.pipeline` asks for, checked. Without stages there is nothing to order: one chunk, as 1F1B."""
+    """The table that `parallel.pipeline` asks for, checked. Without stages there is nothing to order: one chunk, as
+    1F1B."""
     pipe = config.parallel.pipeline
     if pipe.table is not None:
         schedule = load_csv(pipe.table)
-        for what, wanted, has in (("stages", stages, schedule.stages), ("microbatches", microbatches, schedule.microbatches)):
+        sizes = {"stages": (stages, schedule.stages), "microbatches": (microbatches, schedule.microbatches)}
+        for what, (wanted, has) in sizes.items():
             if wanted != has:
                 raise UserError(
-                    f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; make a table for {wanted}."
+                    f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; "
+                    f"make a table for {wanted}."
                 )
         return schedule
     name, chunks = pipe.schedule.value, pipe.chunks
@@ -130,8 +134,8 @@ class TrainProgram:
         self.ends_apart = pipe.ends == PipelineEnds.sharded and self.shape.pp > 1
         if self.ends_apart and model.vocab_size % self.shape.pp:
             raise UserError(
-                f"parallel.pipeline.ends=sharded cuts model.vocab_size={model.vocab_size} into pp={self.shape.pp} parts, which "
-                "do not come out even; pad the vocabulary, or set ends=stages."
+                f"parallel.pipeline.ends=sharded cuts model.vocab_size={model.vocab_size} into pp={self.shape.pp} parts, "
+                "which do not come out even; pad the vocabulary, or set ends=stages."
             )
         self.rules = sharding.SHARED_ENDS if self.ends_apart else sharding.RULES
         self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule, self.ends_apart)
@@ -204,13 +208,15 @@ class TrainProgram:
     def place_batch(self, batch: Mapping[str, np.ndarray]) -> Microbatch:
         """This process's rows of a batch, [sequences, S] each, to a global Microbatch of [M, B, S] on the devices.
 
-        Sequence i belongs to microbatch i mod M, so that the microbatches are the same however many processes there are.
-        M follows from the number of sequences, microbatches being as large as the config has them; what is missing to the
-        last whole one is padding, which is routed nowhere, has no loss and is counted nowhere. A new M compiles anew.
+        Sequence i belongs to microbatch i mod M, so that the microbatches are the same however many processes there
+        are. M follows from the number of sequences, microbatches being as large as the config has them; what is missing
+        to the last whole one is padding, which is routed nowhere, has no loss and is counted nowhere. A new M compiles
+        anew.
         """
         _, shards = self.data_shard()
         config = self.config
-        whole = config.train.batch_tokens // config.data.sequence_length // config.parallel.pipeline.microbatches // shards
+        sequences = config.train.batch_tokens // config.data.sequence_length
+        whole = sequences // config.parallel.pipeline.microbatches // shards
         parts = -(-len(batch["tokens"]) // whole)
         placed = NamedSharding(self.mesh, BATCH_SPEC)
         filler = {"tokens": 0, "labels": IGNORED, "segment_ids": -1, "positions": 0}
@@ -247,7 +253,8 @@ class TrainProgram:
         return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
     def lower(self, microbatches: int | None = None) -> Any:
-        """The step lowered from shapes alone, for `.compile()` on devices that need not be there (`hardware.absent_gpu`)."""
+        """The step lowered from shapes alone, for `.compile()` on devices that need not be there
+        (`hardware.absent_gpu`)."""
         config = self.config
         parts = config.parallel.pipeline.microbatches
         sequences = config.train.batch_tokens // config.data.sequence_length // parts
@@ -267,7 +274,8 @@ class TrainProgram:
     # --- what outlives the mesh ------------------------------------------------------------------------------------
 
     def portable_shardings(self) -> PortableState:
-        """Shardings of the portable state on this mesh: as the master's, layers whole where stages pad or reorder them."""
+        """Shardings of the portable state on this mesh: as the master's, layers whole where stages pad or reorder
+        them."""
 
         def spec(shape: Any, axes: tuple[str, ...], stack: StackLayout | None) -> PartitionSpec:
             if stack is None or stack.identity:
@@ -361,7 +369,8 @@ class TrainProgram:
         return Totals(*scalars, self._sum_over_data(totals.statistics))
 
     def _run(self, params: Params, batch: Microbatch, key: Array, training: bool) -> tuple[Params, Totals, Array]:
-        """The pipeline on this device's part, inside the manual region; the third is the count of non-ignored tokens."""
+        """The pipeline on this device's part, inside the manual region; the third is the count of non-ignored
+        tokens."""
         # counts are whole numbers below 2^24 per device, summed exactly
         loss_tokens = jnp.maximum(self._sum_over_data(jnp.sum(batch.labels != IGNORED).astype(jnp.float32)), 1.0)
         tokens_M = self._sum_over_data(jnp.sum(batch.segment_ids >= 0, axis=(1, 2)).astype(jnp.float32))

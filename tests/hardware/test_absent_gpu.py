@@ -1,4 +1,5 @@
-"""Whole steps compile for GPUs that are not there: 512 of them, in a process of their own, since JAX keeps one target."""
+"""Whole steps compile for GPUs that are not there: 512 of them, in a process of their own, since JAX keeps one
+target."""
 
 import json
 import os
@@ -16,6 +17,7 @@ needs_compiler = pytest.mark.skipif(missing() is not None, reason=f"nothing to c
 
 COMPILE = """
 import json, sys, time
+import jax
 from moejax import config_io
 from moejax.hardware.absent_gpu import absent_mesh, bytes_per_device
 from moejax.parallel.step import TrainProgram
@@ -27,8 +29,17 @@ begin = time.process_time(), time.perf_counter()
 compiled = program.lower().compile()
 seconds = time.process_time() - begin[0], time.perf_counter() - begin[1]
 text = compiled.as_text()
+accumulators = {
+    "f32[" + ",".join(map(str, [n // {"pp": program.shape.pp, "ep": program.shape.ep}.get(axis, 1)
+                                for n, axis in zip(weight.shape, [*spec, *[None] * weight.ndim])])) + "]"
+    for weight, spec in zip(jax.tree.leaves(program.abstract), jax.tree.leaves(
+        program.param_specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec)))
+    if weight.size > 1e8
+}
+copied = [shape for shape in accumulators for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
 names = ("collective-permute", "ragged-all-to-all", "reduce-scatter", "conditional")
 print(json.dumps({
+    "accumulators": sorted(accumulators), "copied": copied,
     "devices": program.mesh.size, "cpu_seconds": seconds[0], "seconds": seconds[1], **bytes_per_device(compiled),
     **{name: text.count(f" {name}(") + text.count(f" {name}-start(") for name in names},
 }))
@@ -48,11 +59,14 @@ def compiled_step(chip: str, mesh: str, file: str = "", *overrides: str) -> dict
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_largest_config_compiles_for_512_gpus():
-    """Interleaved stages, the last one a layer short, two dense layers first; three minutes of one quiet core or less."""
+    """Interleaved stages, the last one a layer short, two dense layers first; three minutes of one quiet core or
+    less."""
     step = compiled_step("b300", "dp=8,ep=8,pp=8", "configs/ultra_128e.yaml")
     assert step["devices"] == 512
     assert step["cpu_seconds"] < 180
     assert step["collective-permute"] and step["conditional"] and step["ragged-all-to-all"]
+    # the branches of the switch hand the gradients on where they are
+    assert len(step["accumulators"]) >= 2 and not step["copied"]
     assert step["aliased"] >= 0.99 * step["outputs"], "a new state beside the old one: donation is lost"
 
 

@@ -1,8 +1,8 @@
 """Every schedule gives the loss and the gradients of one device: a cover of schedule x stash x mesh, and drawn ones.
 
-Compiling is the price, so not every product is run. Each schedule meets each stash mode where they differ, and each mesh
-(pp=2, 4, 8 with ep=2, dp=2 as devices allow) meets several schedules; `COVER` says which. The other products are the same
-branches over another table, and tables are proved without a device in tests/parallel/test_schedules.py.
+Compiling is the price, so not every product is run. Each schedule meets each stash mode where they differ, and each
+mesh (pp=2, 4, 8 with ep=2, dp=2 as devices allow) meets several schedules; `COVER` says which. The other products are
+the same branches over another table, and tables are proved without a device in tests/parallel/test_schedules.py.
 """
 
 import functools
@@ -23,8 +23,8 @@ TOLERANCE = 2e-5  # relative L2, per tensor
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NINE_LAYERS = ("model.n_layers=9", "model.n_dense_layers=2")
 
-# Left out: gpipe/residuals and 1f1b_lockstep/inputs (their ops are those of 1f1b with the same stash, in another order),
-# interleaved/inputs at pp=8 (it is compiled for 512 GPUs in test_absent_gpu.py).
+# Left out: gpipe/residuals and 1f1b_lockstep/inputs (their ops are those of 1f1b with the same stash, in another
+# order), interleaved/inputs at pp=8 (it is compiled for 512 GPUs in test_absent_gpu.py).
 COVER = [
     ("dp=2,ep=2,pp=2", "interleaved_1f1b", "inputs", ()),
     ("dp=2,ep=2,pp=2", "zero_bubble_v", "inputs", ()),
