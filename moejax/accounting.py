@@ -80,20 +80,26 @@ def _swiglu(d_model: int, hidden: int) -> int:
     return 3 * d_model * hidden
 
 
+def _biases(model: ModelConfig) -> int:
+    a = model.attention
+    return a.head_dim * (a.n_heads + 2 * a.n_kv_heads) if a.qkv_bias else 0
+
+
 def block_parameters(model: ModelConfig, layer: int) -> ParameterCounts:
     """Weights of one block; the leading `n_dense_layers` are dense, the others routed and shared experts."""
     a, moe, d = model.attention, model.moe, model.d_model
     projections = 2 * d * a.head_dim * (a.n_heads + a.n_kv_heads)
     block_norms = d * (4 if model.norm_placement == NormPlacement.peri else 2)
     qk_norms = {QKNorm.none: 0, QKNorm.head: 2, QKNorm.full: a.n_heads + a.n_kv_heads}[a.qk_norm] * a.head_dim
-    common = ParameterCounts(attention=projections, norms=block_norms + qk_norms)
+    common = ParameterCounts(attention=projections + _biases(model), norms=block_norms + qk_norms)
     if layer < model.n_dense_layers:
         return common + ParameterCounts(dense=_swiglu(d, model.dense_width))
+    mixing = d * moe.shared_experts if moe.shared_hidden and moe.shared_experts > 1 else 0
     return common + ParameterCounts(
-        router=d * moe.num_experts,
+        router=d * moe.num_experts + (moe.num_experts if moe.router.bias else 0) + mixing,
         experts=moe.top_k * _swiglu(d, moe.hidden),
         idle_experts=(moe.num_experts - moe.top_k) * _swiglu(d, moe.hidden),
-        shared=_swiglu(d, moe.shared_hidden),
+        shared=moe.shared_experts * _swiglu(d, moe.shared_hidden) + (d if moe.shared_gate else 0),
     )
 
 
@@ -123,7 +129,7 @@ def block_flops_per_token(model: ModelConfig, sequence_length: int, layer: int) 
     counts = block_parameters(model, layer)
     keys = attended_keys(sequence_length, model.windows[layer])
     return FlopsPerToken(
-        attention=6.0 * counts.attention,
+        attention=6.0 * (counts.attention - _biases(model)),
         attention_scores=12.0 * model.attention.n_heads * model.attention.head_dim * keys,
         dense=6.0 * counts.dense,
         router=6.0 * counts.router,

@@ -1,23 +1,26 @@
 """Olmo-core 3 to moejax: settings and weights of its MoE-v2 model (`OLMoDDPModel`).
 
     settings {"d": 64, "experts": 16, ...} --import_model_config--> ModelConfig
-    tensors {"blocks.1.routed_experts.w_down": ...} --import_params--> params in model order      (export_params: back)
+    tensors {"blocks.1.routed_experts.w_down": ...} --import_params--> params in model order
+    folder stepN/ --OlmoCoreFolder--> params, both moments, step; tensor by tensor, without torch
 
 Settings are the arguments of the released model builder (`MoERouterConfigV2` options by their own names). Whatever is
 asked for and cannot be expressed here is refused by name. Every tensor is accounted for: none left over, none invented.
-Names and shapes: Olmo-core 3.0.0 `nn/ddp/block.py`, `nn/moe/v2`; the router is stored flat, experts pack up before gate.
+Names and shapes: Olmo-core 3.0.0 `nn/ddp/block.py`, `nn/moe/v2`; the router is flat, experts pack up before gate.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from moejax import config as c
+from moejax.checkpoint.pieces import Index, Piece, assemble, check_tensors, whole
+from moejax.config_moe import validate_moe
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
+from moejax.moe.router import SIGMOID_EPSILON
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -31,6 +34,14 @@ DEFAULTS: dict[str, Any] = dict(
     restore_weight_scale=True,
     expert_weight_scale=None,
     original_top_k=None,
+    bias=False,
+    bias_gamma=None,
+    score_correction_bias=False,
+    n_group=None,
+    topk_group=None,
+    jitter_eps=None,
+    sigmoid_stability_epsilon=SIGMOID_EPSILON,
+    global_load_balancing=False,
     lb_loss_weight=0.005,
     lb_loss_granularity="local_batch",
     z_loss_weight=2e-4,
@@ -64,19 +75,41 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
     for name in ("random", "uniform"):
         if known[f"{name}_expert_assignment"]:
             assignment = c.Assignment(name)
-    scale = known["expert_weight_scale"] or 1.0
-    if known["original_top_k"]:
-        scale *= math.sqrt(known["original_top_k"] / known["top_k"])
+    if (known["n_group"] is None) != (known["topk_group"] is None):
+        raise UserError("The Olmo-core settings n_group and topk_group go together; one of them is missing.")
+    if known["gating_function"] == "sigmoid" and known["sigmoid_stability_epsilon"] != SIGMOID_EPSILON:
+        raise UserError(
+            f"The Olmo-core setting sigmoid_stability_epsilon={known['sigmoid_stability_epsilon']!r} cannot be "
+            f"imported; {SIGMOID_EPSILON} can."
+        )
+    score_bias = c.ScoreBias.fixed if known["score_correction_bias"] else c.ScoreBias.none
+    if known["bias_gamma"]:
+        score_bias = c.ScoreBias.sign
     router = c.RouterConfig(
         gating=_one_of(c.Gating, "gating_function", known["gating_function"]),
         normalize=known["normalize_expert_weights"],
         restore_scale=bool(known["restore_weight_scale"]),
-        weight_scale=scale,
+        weight_scale=known["expert_weight_scale"] or 1.0,
+        original_top_k=known["original_top_k"],
+        bias=bool(known["bias"]),
+        jitter=known["jitter_eps"] or 0.0,
+        groups=known["n_group"] or 1,
+        top_groups=known["topk_group"] or 1,
+        score_bias=score_bias,
+        score_bias_rate=known["bias_gamma"] or 0.0,
         assignment=assignment,
         lb_loss=known["lb_loss_weight"] or 0.0,
-        lb_granularity=_granularity(known["lb_loss_granularity"]),
+        lb_granularity=_granularity(known["lb_loss_granularity"], known["global_load_balancing"]),
         z_loss=known["z_loss_weight"] or 0.0,
     )
+    moe = c.MoEConfig(
+        num_experts=known["experts"],
+        top_k=known["top_k"],
+        hidden=known["hidden"],
+        shared_hidden=known["hidden"] if known["shared"] else 0,
+        router=router,
+    )
+    validate_moe(moe)
     return c.ModelConfig(
         d_model=known["d"],
         n_layers=known["layers"],
@@ -96,13 +129,7 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
             qk_norm=c.QKNorm.head,
             rope_theta=500_000.0,
         ),
-        moe=c.MoEConfig(
-            num_experts=known["experts"],
-            top_k=known["top_k"],
-            hidden=known["hidden"],
-            shared_hidden=known["hidden"] if known["shared"] else 0,
-            router=router,
-        ),
+        moe=moe,
     )
 
 
@@ -114,111 +141,112 @@ def _one_of(kind: Any, name: str, value: Any) -> Any:
         raise UserError(f"The Olmo-core setting {name}={value!r} cannot be imported; there are {known}.") from None
 
 
-def _granularity(value: Any) -> c.BalanceGranularity:
+def _granularity(value: Any, over_all_devices: bool) -> c.BalanceGranularity:
     if value not in GRANULARITY:
         raise UserError(
-            f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; there are {', '.join(GRANULARITY)}."
+            f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; "
+            f"there are {', '.join(GRANULARITY)}."
         )
-    return GRANULARITY[value]
+    if not over_all_devices:
+        return GRANULARITY[value]
+    if value != "local_batch":
+        raise UserError(f"The Olmo-core setting global_load_balancing does not go with lb_loss_granularity={value!r}.")
+    return c.BalanceGranularity.batch
+
+
+def import_score_bias(model: c.ModelConfig, buffers: Tensors) -> np.ndarray | None:
+    """fp32[L, E] by MoE layer, from the buffers beside the weights; None for a router without one.
+
+    Raises UserError for one that is missing, left over, or not of E numbers.
+    """
+    names = []
+    if model.moe.router.score_bias != c.ScoreBias.none:
+        layers = range(model.n_dense_layers, model.n_layers)
+        names = [f"blocks.{layer}.routed_experts_router.score_bias" for layer in layers]
+    for wrong, what in (
+        (set(names) - set(buffers), "lacks"),
+        (set(buffers) - set(names), "has, and the model has not,"),
+    ):
+        if wrong:
+            raise UserError(f"The Olmo-core checkpoint {what} the buffer {min(wrong)}.")
+    rows = [np.asarray(buffers[name], np.float32) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if row.shape != (model.moe.num_experts,):
+            raise UserError(
+                f"The Olmo-core buffer {name} has shape {row.shape}; the model has {model.moe.num_experts} experts."
+            )
+    return np.stack(rows) if rows else None
+
+
+def pieces(model: c.ModelConfig, *, fused: bool = False) -> list[Piece]:
+    """Where every Olmo-core tensor lies in our weights; fused: queries, keys and values are one tensor, `w_qkv`."""
+    d, v = model.d_model, model.vocab_size
+    out = [Piece("embeddings.weight", (v, d), "embedding/table", whole((v, d)))]
+    if model.embed_norm:
+        out.append(Piece("embedding_norm.weight", (d,), "embedding/norm/gain", whole((d,))))
+    for layer in range(model.n_layers):
+        out += _block(model, layer, fused)
+    out.append(Piece("lm_head.norm.weight", (d,), "head/norm/gain", whole((d,))))
+    if not model.tie_embeddings:
+        out.append(Piece("lm_head.w_out.weight", (v, d), "head/w", whole((d, v)), (1, 0)))
+    return out
+
+
+def _block(model: c.ModelConfig, layer: int, fused: bool) -> Iterator[Piece]:
+    a, moe, d = model.attention, model.moe, model.d_model
+    dense = layer < model.n_dense_layers
+    stack, row = ("dense_blocks", layer) if dense else ("moe_blocks", layer - model.n_dense_layers)
+
+    def piece(name: str, shape: tuple[int, ...], leaf: str, index: Index, axes: tuple[int, ...] | None = None) -> Piece:
+        return Piece(f"blocks.{layer}.{name}", shape, f"{stack}/{leaf}", (row, *index), axes)
+
+    first = 0
+    parts = (
+        (("qkv", a.n_heads + 2 * a.n_kv_heads),)
+        if fused
+        else (("q", a.n_heads), ("k", a.n_kv_heads), ("v", a.n_kv_heads))
+    )
+    for x, heads in parts:
+        here = (slice(0, d), slice(first, first + heads), slice(0, a.head_dim))
+        first += heads
+        yield piece(f"attention.w_{x}.weight", (heads * a.head_dim, d), "attention/w_qkv", here, (1, 0))
+    for x, heads in (("q", a.n_heads), ("k", a.n_kv_heads)) if a.qk_norm != c.QKNorm.none else ():
+        size = a.head_dim * (heads if a.qk_norm == c.QKNorm.full else 1)
+        yield piece(f"attention.{x}_norm.weight", (size,), f"attention/{x}_norm/gain", whole((size,)))
+    out = whole((a.n_heads, a.head_dim, d))
+    yield piece("attention.w_out.weight", (d, a.n_heads * a.head_dim), "attention/w_out", out, (1, 0))
+    for ours, theirs in norm_names(model.norm_placement).items():
+        yield piece(f"{theirs}.weight", (d,), f"{ours}/gain", whole((d,)))
+    hidden = model.dense_width if dense else moe.shared_hidden
+    if hidden:
+        mlp = "mlp" if dense else "moe/shared"
+        yield piece("shared_experts.w_up_gate", (d, 2 * hidden), f"{mlp}/w_up_gate", whole((d, 2 * hidden)))
+        yield piece("shared_experts.w_down", (1, hidden, d), f"{mlp}/w_down", whole((hidden, d)))
+    if not dense:
+        e, f = moe.num_experts, moe.hidden
+        yield piece("routed_experts_router.weight", (e, d), "moe/router/w", whole((d, e)), (1, 0))
+        if moe.router.bias:
+            yield piece("routed_experts_router.bias", (e,), "moe/router/b", whole((e,)))
+        up_gate = whole((e, d, 2 * f))
+        yield piece("routed_experts.w_up_gate", (e, 2 * f, d), "moe/experts/w_up_gate", up_gate, (0, 2, 1))
+        yield piece("routed_experts.w_down", (e, f, d), "moe/experts/w_down", whole((e, f, d)))
+
+
+def is_fused(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these tensors has the attention layout `fused_v2`."""
+    return any(name.endswith("attention.w_qkv.weight") for name in names)
 
 
 def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
     """fp32 params in model order from Olmo-core tensors (weights, gradients or moments: anything weight-shaped).
 
-    Both attention layouts are read (`w_q`, `w_k`, `w_v`, and the fused `w_qkv`). Raises UserError for a tensor that is
-    missing, left over, or of another size than the model says.
+    Both attention layouts are read (`w_q`, `w_k`, `w_v`, and the fused `w_qkv`); tensors may be flat. Raises UserError for
+    a tensor that is missing, left over, or of another size than the model says.
     """
-    shapes = abstract_params(model)
-    reader = _Reader(tensors)
-    params: Params = {
-        "embedding": {"table": reader.take("embeddings.weight")},
-        "head": {
-            "norm": {"gain": reader.take("lm_head.norm.weight")},
-            "w": reader.take("lm_head.w_out.weight", _transposed),
-        },
-    }
-    if model.embed_norm:
-        params["embedding"]["norm"] = {"gain": reader.take("embedding_norm.weight")}
-    blocks = [_import_block(model, reader, layer) for layer in range(model.n_layers)]
-    for name, part in (
-        ("dense_blocks", blocks[: model.n_dense_layers]),
-        ("moe_blocks", blocks[model.n_dense_layers :]),
-    ):
-        if part:
-            params[name] = jax.tree.map(lambda *rows: np.stack(rows), *part)
-    reader.finish()
-
-    def fit(path: Any, shape: jax.ShapeDtypeStruct, value: np.ndarray) -> np.ndarray:
-        if value.size != math.prod(shape.shape):
-            where = ".".join(key.key for key in path)
-            raise UserError(
-                f"The Olmo-core tensors for {where} hold {value.size} numbers; the model has {shape.shape} there."
-            )
-        return np.ascontiguousarray(value.reshape(shape.shape), np.float32)
-
-    return jax.tree_util.tree_map_with_path(fit, shapes, params)
-
-
-def _transposed(x: np.ndarray) -> np.ndarray:
-    return x.T
-
-
-class _Reader:
-    """Hands out tensors by name and knows which were never asked for."""
-
-    def __init__(self, tensors: Tensors):
-        self.tensors, self.used = tensors, set[str]()
-
-    def take(self, name: str, transform: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> np.ndarray:
-        if name not in self.tensors:
-            raise UserError(f"The Olmo-core checkpoint has no tensor {name}, which this model needs.")
-        self.used.add(name)
-        return transform(np.asarray(self.tensors[name], np.float32))
-
-    def finish(self) -> None:
-        left = sorted(set(self.tensors) - self.used)
-        if left:
-            raise UserError(
-                f"The Olmo-core checkpoint has {len(left)} tensors that this model has no place for, such as {left[0]}."
-            )
-
-
-def _import_block(model: c.ModelConfig, reader: _Reader, layer: int) -> Params:
-    block, a, moe = f"blocks.{layer}.", model.attention, model.moe
-    d, e = model.d_model, moe.num_experts
-    if block + "attention.w_qkv.weight" in reader.tensors:
-        rows_QD = reader.take(block + "attention.w_qkv.weight")
-    else:
-        rows_QD = np.concatenate([reader.take(f"{block}attention.w_{x}.weight") for x in "qkv"])
-    attention: Params = {
-        "w_qkv": rows_QD.T.reshape(d, -1, a.head_dim),
-        "w_out": reader.take(block + "attention.w_out.weight", _transposed).reshape(a.n_heads, a.head_dim, d),
-    }
-    if a.qk_norm != c.QKNorm.none:
-        for x in "qk":
-            attention[f"{x}_norm"] = {"gain": reader.take(f"{block}attention.{x}_norm.weight")}
-    params: Params = {"attention": attention}
-    for ours, theirs in norm_names(model.norm_placement).items():
-        params[ours] = {"gain": reader.take(f"{block}{theirs}.weight")}
-    shared = None
-    if layer < model.n_dense_layers or moe.shared_hidden:
-        shared = {
-            "w_up_gate": reader.take(block + "shared_experts.w_up_gate"),
-            "w_down": reader.take(block + "shared_experts.w_down", lambda x: x.reshape(-1, d)),
-        }
-    if layer < model.n_dense_layers:
-        params["mlp"] = shared
-        return params
-    params["moe"] = {
-        "router": {"w": reader.take(block + "routed_experts_router.weight", lambda x: x.reshape(e, d).T)},
-        "experts": {
-            "w_up_gate": reader.take(block + "routed_experts.w_up_gate", lambda x: x.swapaxes(1, 2)),
-            "w_down": reader.take(block + "routed_experts.w_down"),
-        },
-    }
-    if shared is not None:
-        params["moe"]["shared"] = shared
-    return params
+    table = pieces(model, fused=is_fused(tensors))
+    sizes = {name: (math.prod(np.shape(tensor)),) for name, tensor in tensors.items()}
+    check_tensors(table, sizes, "The Olmo-core checkpoint", flat=True)
+    return assemble(abstract_params(model), table, lambda name: np.asarray(tensors[name]))
 
 
 def norm_names(placement: c.NormPlacement) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """Attention: grouped queries, QK norm, rotary positions, documents and windows kept apart by one mask.
 
-    x_BSD --w_qkv--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
+    x_BSD --w_qkv (+ b_qkv)--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
 
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, QKNorm
 from moejax.context import Context
 from moejax.models.norms import RMSNorm
-from moejax.models.parameters import weight
+from moejax.models.parameters import weight, zeros
 
 
 def rotary(x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float) -> Float[Array, "B S N H"]:
@@ -38,11 +40,11 @@ def attention_mask(segment_ids: Int[Array, "B S"], window: Int[Array, ""] | None
     return (near & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
 
 
-def choose_implementation(wanted: AttentionImplementation, dtype: jnp.dtype) -> str:
+def choose_implementation(wanted: AttentionImplementation, dtype: Any) -> Literal["xla", "cudnn"]:
     """`auto` is cuDNN's flash attention on a GPU in bf16, XLA's everywhere else."""
-    if wanted != AttentionImplementation.auto:
-        return wanted.value
-    return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    if wanted == AttentionImplementation.auto:
+        return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    return "cudnn" if wanted == AttentionImplementation.cudnn else "xla"
 
 
 class Attention(nnx.Module):
@@ -53,6 +55,8 @@ class Attention(nnx.Module):
         packed = c.n_heads + 2 * c.n_kv_heads
         self.w_qkv = weight(rngs, config.init_std, (config.d_model, packed, c.head_dim), ("embed", "heads", "head"))
         self.w_out = weight(rngs, config.init_std, (c.n_heads, c.head_dim, config.d_model), ("heads", "head", "embed"))
+        if c.qkv_bias:
+            self.b_qkv = zeros((packed, c.head_dim), ("heads", "head"))
         if c.qk_norm != QKNorm.none:
             full = c.qk_norm == QKNorm.full
             self.q_norm = RMSNorm(c.head_dim * (c.n_heads if full else 1), config.norm_eps, "head")
@@ -62,6 +66,8 @@ class Attention(nnx.Module):
         """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated."""
         c = self.config
         qkv = jnp.einsum("bsd,dqh->bsqh", x, self.w_qkv[...].astype(x.dtype))
+        if c.qkv_bias:
+            qkv = qkv + self.b_qkv[...].astype(x.dtype)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
         if c.qk_norm == QKNorm.head:
             q, k = self.q_norm(q), self.k_norm(k)

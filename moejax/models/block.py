@@ -19,6 +19,7 @@ from moejax.models.attention import Attention
 from moejax.models.mlp import MLP
 from moejax.models.norms import RMSNorm
 from moejax.moe.layer import Auxiliary, MoELayer
+from moejax.moe.router import Routing
 
 
 class Block(nnx.Module):
@@ -43,9 +44,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]
     ) -> tuple[Float[Array, "B S D"], Auxiliary | None]:
         """Returns the block's output and, of an MoE block, its losses and routing statistics."""
-        with jax.named_scope("attention"):
-            attended = self.attention(self._norm("attention_in_norm", x), context, window)
-            h = x + self._norm("attention_out_norm", attended)
+        h = self._attended(x, context, window)
         with jax.named_scope("moe" if self.is_moe else "mlp"):
             inside = self._norm("mlp_in_norm", h)
             if self.is_moe:
@@ -54,3 +53,13 @@ class Block(nnx.Module):
             else:
                 out, auxiliary = self.mlp(inside), None
             return h + self._norm("mlp_out_norm", out).astype(jnp.result_type(h)), auxiliary
+
+    def route(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Routing:
+        """Where an MoE block sends the tokens of its input."""
+        inside = self._norm("mlp_in_norm", self._attended(x, context, window))
+        return self.moe.router(inside.reshape(-1, inside.shape[-1]), context)
+
+    def _attended(self, x: Array, context: Context, window: Array) -> Array:
+        with jax.named_scope("attention"):
+            attended = self.attention(self._norm("attention_in_norm", x), context, window)
+            return x + self._norm("attention_out_norm", attended)

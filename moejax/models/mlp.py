@@ -25,3 +25,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return swiglu(x @ self.w_up_gate[...].astype(x.dtype)) @ self.w_down[...].astype(x.dtype)
+
+
+class GatedMLP(MLP):
+    """y = sigmoid(x w_gate) * MLP(x), one gate a token, taken in fp32: the shared expert of Qwen2-MoE."""
+
+    def __init__(self, d_model: int, hidden: int, std: float, *, rngs: nnx.Rngs):
+        super().__init__(d_model, hidden, std, rngs=rngs)
+        self.w_gate = weight(rngs, std, (d_model,), ("embed",))
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        gate = jax.nn.sigmoid(x.astype(jnp.float32) @ self.w_gate[...].astype(jnp.float32))
+        return gate[..., None].astype(x.dtype) * super().__call__(x)

@@ -24,6 +24,12 @@ def weight(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str, 
     return nnx.Param(truncated_normal(std)(rngs.params(), shape), out_sharding=axes)
 
 
+def zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """A bias, all zeros, with a name for each of its axes."""
+    assert len(shape) == len(axes)
+    return nnx.Param(jnp.zeros(shape, jnp.float32), out_sharding=axes)
+
+
 def gain(size: int, axis: str) -> nnx.Param:
     """The gain of a norm, all ones."""
     return nnx.Param(jnp.ones((size,), jnp.float32), out_sharding=(axis,))

@@ -1,7 +1,8 @@
 """From logical axis names to mesh axes: where weights live, and where their master copy and moments live.
 
-One table, `RULES`, says which mesh axis a logical axis falls on; a weight is replicated over all others. Its fp32 master
-and moments are cut further, over every axis the weight is replicated on (ZeRO-1): `zero_layout` picks the dimension.
+One table, `RULES`, says which mesh axis a logical axis falls on; a weight is replicated over all others. Its fp32
+master and moments are cut further, over every axis the weight is replicated on (ZeRO-1): `zero_layout` picks the
+dimension.
 """
 
 import math

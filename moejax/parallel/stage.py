@@ -25,7 +25,7 @@ from jaxtyping import Float, Int, PyTree
 from moejax.config import ModelConfig, Recompute
 from moejax.context import Context
 from moejax.models.transformer import Params, parts
-from moejax.moe.layer import RouterStatistics, zero_statistics
+from moejax.moe.statistics import RouterStatistics, merge, zero_statistics
 from moejax.parallel.block_program import BlockProgram
 from moejax.parallel.layout import Layout, StageKind
 
@@ -187,7 +187,7 @@ class StageProgram:
             (x, stash[name]), (losses, statistics) = lax.scan(step, (x, stash[name]), jnp.arange(count))
             totals = totals._replace(auxiliary=totals.auxiliary + jnp.sum(losses))
             if statistics is not None:
-                totals = totals._replace(statistics=_add_rows(totals.statistics, statistics, first))
+                totals = totals._replace(statistics=_merge_rows(totals.statistics, statistics, first))
         return x, stash, totals
 
     def pull(
@@ -352,9 +352,8 @@ def add_row(stack: PyTree[Array], more: PyTree[Array], index: Array) -> PyTree[A
     return jax.tree.map(lambda s, m: s.at[index].add(m.astype(s.dtype)), stack, more)
 
 
-def _add_rows(stack: PyTree[Array], more: PyTree[Array], first: Array) -> PyTree[Array]:
-    def one(s: Array, m: Array) -> Array:
-        there = lax.dynamic_slice_in_dim(s, first, m.shape[0])
-        return lax.dynamic_update_slice_in_dim(s, there + m, first, axis=0)
-
-    return jax.tree.map(one, stack, more)
+def _merge_rows(stack: RouterStatistics, more: RouterStatistics, first: Array) -> RouterStatistics:
+    """Statistics of a few layers into their slots."""
+    there = jax.tree.map(lambda s, m: lax.dynamic_slice_in_dim(s, first, m.shape[0]), stack, more)
+    merged = merge(there, more)
+    return jax.tree.map(lambda s, m: lax.dynamic_update_slice_in_dim(s, m, first, axis=0), stack, merged)

@@ -1,0 +1,112 @@
+"""A checkpoint of Olmo-core 3 as its trainer writes it: `stepN/` with `config.json` and `model_and_optim/`.
+
+    module.<name>.main, .exp_avg, .exp_avg_sq: flat fp32   --OlmoCoreFolder.import_state--> master and both moments
+    module.<name>.step                                     --> step (the same for all)
+
+There are no working weights in it: the fp32 masters are the model. Names and shapes: `olmo_core.pieces`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.checkpoint import olmo_core
+from moejax.checkpoint.distcp import METADATA, DistributedCheckpoint
+from moejax.checkpoint.pieces import Piece, assemble, check_tensors
+from moejax.config import ModelConfig
+from moejax.errors import UserError
+from moejax.models.transformer import Params, abstract_params
+
+ROLES = {"main": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
+"""Olmo-core's ending of a tensor's name to our part of the state."""
+# The trainer's own bookkeeping, pickled objects that are left unread
+BOOKKEEPING = ("__moe_skip_step_losses", "__moe_skip_step_grad_norms")
+SCORE_BIAS = ".routed_experts_router.score_bias"
+
+
+class OlmoCoreFolder:
+    """model, step, pieces, roles (the parts of the state it has: with or without moments), settings.
+
+    path: `stepN`, or `stepN/model_and_optim` with `config.json` in it or above it. Nothing but metadata and steps is
+    read. Raises UserError: a file missing or damaged, a setting or a tensor with no counterpart here.
+    """
+
+    def __init__(self, path: str | Path):
+        given = Path(path)
+        inner = given / "model_and_optim"
+        self.path = inner if (inner / METADATA).exists() or not (given / METADATA).exists() else given
+        self._checkpoint = DistributedCheckpoint(self.path)
+        self.settings = _settings(self.path)
+        self.model: ModelConfig = olmo_core.import_model_config(self.settings)
+        self._keys, steps = self._sort_tensors()
+        if "master" not in self._keys:
+            raise UserError(f"{self.path} has no weights: no tensor is called module.<name>.main.")
+        self.pieces: list[Piece] = olmo_core.pieces(self.model, fused=olmo_core.is_fused(self._keys["master"]))
+        for keys in self._keys.values():
+            shapes = {name: self._checkpoint.tensors[key].shape for name, key in keys.items()}
+            flat = {name: (int(np.prod(shape)),) for name, shape in shapes.items()}
+            check_tensors(self.pieces, flat, str(self.path), flat=True)
+        if ("first_moment" in self._keys) != ("second_moment" in self._keys):
+            raise UserError(f"{self.path} has one of the two moments only.")
+        self.roles = tuple(self._keys)
+        self.step = self._step(steps)
+
+    def _sort_tensors(self) -> tuple[dict[str, dict[str, str]], list[str]]:
+        """Role to {name: key in the checkpoint}, and the keys of the step counts; refuses what has no place."""
+        keys: dict[str, dict[str, str]] = {}
+        steps = []
+        for key in self._checkpoint.tensors:
+            name, _, ending = key.rpartition(".")
+            if key.startswith("model_buffer."):
+                if not key.endswith(SCORE_BIAS) or np.any(self._checkpoint.read(key)):
+                    raise UserError(f"{self.path}: the buffer {key} has no counterpart in moejax; it cannot be imported.")
+            elif key.startswith("module.") and ending in ROLES:
+                while name.startswith("module."):
+                    name = name.removeprefix("module.")
+                keys.setdefault(ROLES[ending], {})[name] = key
+            elif key.startswith("module.") and ending == "step":
+                steps.append(key)
+            else:
+                raise UserError(f"{self.path}: there is no place for the tensor {key}.")
+        if left := [name for name in self._checkpoint.others if name not in BOOKKEEPING]:
+            raise UserError(f"{self.path}: there is no place for the object {left[0]}, which is no tensor.")
+        return keys, steps
+
+    def _step(self, keys: list[str]) -> int:
+        steps = {int(self._checkpoint.read(key)) for key in keys}
+        if len(steps) > 1:
+            raise UserError(f"{self.path}: weights stand at different steps, {min(steps)} to {max(steps)}.")
+        return steps.pop() if steps and "first_moment" in self._keys else 0
+
+    def read(self, role: str, name: str) -> np.ndarray:
+        """One tensor, flat. role: master, first_moment or second_moment."""
+        return self._checkpoint.read(self._keys[role][name])
+
+    def import_params(self, role: str = "master", target: Params | None = None) -> Params:
+        """fp32 in model order on the shardings of `target` (None: the first device), one tensor at a time."""
+        target = abstract_params(self.model) if target is None else target
+        return assemble(target, self.pieces, lambda name: self.read(role, name))
+
+    def import_state(self, target: dict[str, Any] | None = None) -> dict[str, Any]:
+        """step (int32) and every role it has, with the field names of `parallel.step.PortableState`."""
+        state = {role: self.import_params(role, target and target[role]) for role in self.roles}
+        return {"step": jnp.asarray(self.step, jnp.int32), **state}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    for folder in (path, path.parent):
+        file = folder / "config.json"
+        if file.is_file():
+            break
+    else:
+        raise UserError(f"{path} has no config.json in it or above it; without one the shapes of the model are unknown.")
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not valid JSON ({error}).") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} must hold a JSON object.")
+    return settings
