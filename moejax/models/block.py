@@ -7,6 +7,8 @@
 F is a dense MLP in the leading blocks, routed plus shared experts in the others.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,8 +47,14 @@ class Block(nnx.Module):
         self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]
     ) -> tuple[Float[Array, "B S D"], Auxiliary | None]:
         """Returns the block's output and, of an MoE block, its losses and routing statistics."""
+        return self.around(lambda inside: self.attention(inside, context, window), x, context)
+
+    def around(
+        self, attend: Callable[[Array], Array], x: Float[Array, "B S D"], context: Context
+    ) -> tuple[Float[Array, "B S D"], Auxiliary | None]:
+        """The block around a given attention, [B, S, D] to [B, S, D]: decoding has one with a cache."""
         with jax.named_scope("attention"):
-            attended = self.attention(self._norm("attention_in_norm", x), context, window)
+            attended = attend(self._norm("attention_in_norm", x))
             h = x + self._norm("attention_out_norm", attended)
         with jax.named_scope("moe" if self.is_moe else "mlp"):
             inside = self._norm("mlp_in_norm", h)
