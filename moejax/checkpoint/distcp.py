@@ -1,10 +1,10 @@
 """PyTorch distributed checkpoints (`torch.distributed.checkpoint`), read without torch and without trusting the pickle.
 
-    .metadata --a pickle, by an unpickler that knows twenty names and calls nothing else--> tensors: shape, dtype, chunks
-    chunk: (file, offset, length) --a zip archive as `torch.save` writes it--> its raw numbers --> the tensor, chunk by chunk
+    .metadata --a pickle, by an unpickler with a table of inert names--> tensors: shape, dtype, chunks
+    chunk: (file, offset, length) --a zip archive as `torch.save` writes it--> its numbers --> tensor, chunk by chunk
 
-A pickle is a program. Every name it asks for is looked up in a table of inert stand-ins (`KNOWN`); one that is not there
-ends the reading before anything is called. Objects in the checkpoint that are no tensors are never read at all.
+A pickle is a program. Every name it asks for is looked up in a table of inert stand-ins (`KNOWN`); one that is not
+there ends the reading before anything is called. Objects in the checkpoint that are no tensors are never read at all.
 """
 
 import collections
@@ -155,7 +155,8 @@ def _unpickle(data: bytes, where: str) -> Any:
         return _Unpickler(io.BytesIO(data)).load()
     except _Refused as refused:
         raise UserError(
-            f"{where} asks for the Python object {refused}, which has no business in a checkpoint; nothing of it was run, and "
+            f"{where} asks for the Python object {refused}, which has no business in a checkpoint; nothing of it "
+            f"was run, and "
             "it is not imported."
         ) from None
     except Exception as error:  # a damaged pickle fails in any way there is
@@ -163,7 +164,8 @@ def _unpickle(data: bytes, where: str) -> Any:
 
 
 class Chunk(NamedTuple):
-    """A block of a tensor: where it begins, its sizes, and the bytes [start, start + length) of the file that hold it."""
+    """A block of a tensor: where it begins, its sizes, and the bytes [start, start + length) of the file that hold
+    it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -233,7 +235,10 @@ class DistributedCheckpoint:
         """Chunks lie inside the tensor and their volumes add up; that they do not overlap, the writer has seen to."""
         inside = all(
             len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
-            and all(0 <= o and 0 <= s and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True))
+            and all(
+                0 <= o and 0 <= s and o + s <= n
+                for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+            )
             for chunk in tensor.chunks
         )
         if not inside or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
@@ -249,7 +254,9 @@ class DistributedCheckpoint:
             if not path.is_file():
                 raise UserError(f"{self.path} lacks {file}, which {METADATA} names; fetch the missing file.")
             if path.stat().st_size < end:
-                raise UserError(f"{path} is cut short: {path.stat().st_size:,} bytes, and its last tensor ends at {end:,}.")
+                raise UserError(
+                    f"{path} is cut short: {path.stat().st_size:,} bytes, and its last tensor ends at {end:,}."
+                )
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor, put together from its chunks; in memory: it, and one chunk."""
@@ -265,7 +272,10 @@ class DistributedCheckpoint:
     def _read_chunk(self, name: str, dtype: np.dtype, chunk: Chunk) -> np.ndarray:
         where = f"{self.path / chunk.file}, tensor {name},"
         try:
-            with _Window(self.path / chunk.file, chunk.start, chunk.length) as window, zipfile.ZipFile(window) as archive:
+            with (
+                _Window(self.path / chunk.file, chunk.start, chunk.length) as window,
+                zipfile.ZipFile(window) as archive,
+            ):
                 root = archive.namelist()[0].split("/")[0]
                 pickled = archive.read(f"{root}/data.pkl")
                 (kind, storage, key, _, _), offset, size, stride = _unpickle(pickled, where)
@@ -285,7 +295,8 @@ class DistributedCheckpoint:
 
 
 def _fill(out: np.ndarray, data: IO[bytes]) -> bool:
-    """Reads the numbers of an array, a part at a time (zipfile holds what it reads twice); False if it is not them all."""
+    """Reads the numbers of an array, a part at a time (zipfile holds what it reads twice); False if it is not them
+    all."""
     to_fill, done = memoryview(out.view(np.uint8)), 0
     while part := data.read(min(PART, len(to_fill) - done + 1)):
         if done + len(part) > len(to_fill):

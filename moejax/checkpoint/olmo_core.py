@@ -6,7 +6,8 @@
 
 Settings are the arguments of the released model builder (`MoERouterConfigV2` options by their own names). Whatever is
 asked for and cannot be expressed here is refused by name. Every tensor is accounted for: none left over, none invented.
-Names and shapes: Olmo-core 3.0.0 `nn/ddp/block.py`, `nn/moe/v2`; the router is stored flat, experts pack up before gate.
+Names and shapes: Olmo-core 3.0.0 `nn/ddp/block.py`, `nn/moe/v2`; the router is stored flat, experts pack up before
+gate.
 """
 
 import math
@@ -118,7 +119,8 @@ def _one_of(kind: Any, name: str, value: Any) -> Any:
 def _granularity(value: Any) -> c.BalanceGranularity:
     if value not in GRANULARITY:
         raise UserError(
-            f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; there are {', '.join(GRANULARITY)}."
+            f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; "
+            f"there are {', '.join(GRANULARITY)}."
         )
     return GRANULARITY[value]
 
@@ -146,7 +148,11 @@ def _block(model: c.ModelConfig, layer: int, fused: bool) -> Iterator[Piece]:
         return Piece(f"blocks.{layer}.{name}", shape, f"{stack}/{leaf}", (row, *index), axes)
 
     first = 0
-    parts = (("qkv", a.n_heads + 2 * a.n_kv_heads),) if fused else (("q", a.n_heads), ("k", a.n_kv_heads), ("v", a.n_kv_heads))
+    parts = (
+        (("qkv", a.n_heads + 2 * a.n_kv_heads),)
+        if fused
+        else (("q", a.n_heads), ("k", a.n_kv_heads), ("v", a.n_kv_heads))
+    )
     for x, heads in parts:
         here = (slice(0, d), slice(first, first + heads), slice(0, a.head_dim))
         first += heads
@@ -179,8 +185,8 @@ def is_fused(names: Iterable[str]) -> bool:
 def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
     """fp32 params in model order from Olmo-core tensors (weights, gradients or moments: anything weight-shaped).
 
-    Both attention layouts are read (`w_q`, `w_k`, `w_v`, and the fused `w_qkv`); tensors may be flat. Raises UserError for
-    a tensor that is missing, left over, or of another size than the model says.
+    Both attention layouts are read (`w_q`, `w_k`, `w_v`, and the fused `w_qkv`); tensors may be flat. Raises
+    UserError for a tensor that is missing, left over, or of another size than the model says.
     """
     table = pieces(model, fused=is_fused(tensors))
     sizes = {name: (math.prod(np.shape(tensor)),) for name, tensor in tensors.items()}
@@ -189,7 +195,8 @@ def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
 
 
 def norm_names(placement: c.NormPlacement) -> dict[str, str]:
-    """Our name of each block norm to Olmo-core's; its `attention_norm` is the inner one when pre, the outer one otherwise."""
+    """Our name of each block norm to Olmo-core's; its `attention_norm` is the inner one when pre, the outer one
+    otherwise."""
     if placement == c.NormPlacement.pre:
         return {"attention_in_norm": "attention_norm", "mlp_in_norm": "feed_forward_norm"}
     outer = {"attention_out_norm": "attention_norm", "mlp_out_norm": "feed_forward_norm"}

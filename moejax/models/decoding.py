@@ -1,6 +1,6 @@
 """Decoding: the same blocks as in training, with the keys and values of past tokens kept.
 
-    tokens [B, S] + cache --`extend`--> logits at the last token of each row, cache      (S > 1: the prompt; S = 1: one more token)
+    tokens [B, S], cache --`extend`--> logits at the last token of each row, cache     (a prompt, or one token more)
     logits --`sample`--> next token
 
 A row's token at position p has its key and value in slot p of the cache, so padding at the end of a prompt is simply
@@ -91,8 +91,8 @@ def extend(
 
 
 def restrict(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Array, "B V"]:
-    """Logits with all but the `top_k` likeliest tokens (0: all), and of those all but the fewest whose probabilities sum to
-    at least `top_p`, set to NEVER; the likeliest always stays. Ties at the edge stay together."""
+    """Logits with all but the `top_k` likeliest tokens (0: all), and of those all but the fewest whose probabilities
+    sum to at least `top_p`, set to NEVER; the likeliest always stays. Ties at the edge stay together."""
     ordered = -jnp.sort(-logits, axis=-1)
     if top_k:
         logits = jnp.where(logits < ordered[:, min(top_k, logits.shape[-1]) - 1 :][:, :1], NEVER, logits)
@@ -107,7 +107,13 @@ def restrict(logits: Float[Array, "B V"], top_k: int, top_p: float) -> Float[Arr
 
 
 def sample(
-    logits: Float[Array, "B V"], key: Array, rows: Int[Array, "B"], step: Int[Array, ""], temperature: float, top_k: int, top_p: float
+    logits: Float[Array, "B V"],
+    key: Array,
+    rows: Int[Array, "B"],
+    step: Int[Array, ""],
+    temperature: float,
+    top_k: int,
+    top_p: float,
 ) -> Int[Array, "B"]:
     """One token per row: the likeliest at temperature 0, else drawn from softmax(restricted logits / temperature).
 

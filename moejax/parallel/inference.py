@@ -1,9 +1,10 @@
-"""Forward passes without training, on any mesh: prompts and next tokens with a cache, and log-likelihoods of given text.
+"""Forward passes without training, on any mesh: prompts and next tokens with a cache, and log-likelihoods of given
+text.
 
-    rows of the batch --split over all devices--> each device runs the whole model, its experts' tokens travelling over ep
+    rows of the batch --split over all devices--> each device runs the whole model, tokens travel to experts over ep
 
-Experts are sharded over ep as in training. The rest is whole on every device, layers too: the stages of a pipeline would
-wait for each other one token at a time, so pp devices take rows of the batch instead, as dp devices do.
+Experts are sharded over ep as in training. The rest is whole on every device, layers too: the stages of a pipeline
+would wait for each other one token at a time, so pp devices take rows of the batch instead, as dp devices do.
 """
 
 import functools
@@ -47,7 +48,9 @@ class InferenceProgram:
         self.shape = MeshShape(**dict(mesh.shape))
         experts = config.model.moe.num_experts
         if config.model.n_moe_layers and experts % self.shape.ep:
-            raise UserError(f"The mesh {self.shape} does not fit: ep={self.shape.ep} does not divide the {experts} experts.")
+            raise UserError(
+                f"The mesh {self.shape} does not fit: ep={self.shape.ep} does not divide the {experts} experts."
+            )
         self.transport = choose_transport(config, self.shape)
         self.compute = jnp.dtype(config.precision.compute.value)
         axes = logical_axes(config.model)
@@ -74,7 +77,7 @@ class InferenceProgram:
         """Weights in the dtype of `precision.params`, on this mesh."""
         dtype = jnp.dtype(self.config.precision.params.value)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
-        return jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p), out_shardings=shardings)(params)
+        return jax.tree.map(lambda x, sharding: jax.device_put(x, sharding).astype(dtype), params, shardings)
 
     def _split(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -115,8 +118,9 @@ class InferenceProgram:
 
     @functools.partial(jax.jit, static_argnums=0)
     def log_likelihoods(self, params: Params, tokens: Array, labels: Array) -> tuple[Array, Array]:
-        """fp32[B, S], the log-probability in nats of each label given the tokens up to its place, 0 where ignored (-100);
-        and bool[B, S], whether it is the likeliest token. Tokens that are -1 are padding: they follow the text of a row."""
+        """fp32[B, S], the log-probability in nats of each label given the tokens up to its place, 0 where ignored
+        (-100); and bool[B, S], whether it is the likeliest token. Tokens that are -1 are padding: they follow the
+        text of a row."""
 
         def region(params: Params, tokens: Array, labels: Array) -> tuple[Array, Array]:
             p = parts(self.config.model)

@@ -1,4 +1,5 @@
-"""Small foreign checkpoints made on the spot: a Hugging Face folder of any architecture, a distributed checkpoint of torch."""
+"""Small foreign checkpoints made on the spot: a Hugging Face folder of any architecture, a distributed checkpoint of
+torch."""
 
 import io
 import json
@@ -176,7 +177,8 @@ def _saved_tensor(array: np.ndarray) -> bytes:
 
 
 def write_distcp(folder: Path, tensors: dict[str, np.ndarray], files: int = 1, chunks: int = 1) -> Path:
-    """A distributed checkpoint of fp32 tensors, each cut along its first axis into `chunks`, over `files` shard files."""
+    """A distributed checkpoint of fp32 tensors, each cut along its first axis into `chunks`, over `files` shard
+    files."""
     folder.mkdir(parents=True)
     shards = [bytearray() for _ in range(files)]
     with _Torch() as torch:

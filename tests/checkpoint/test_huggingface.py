@@ -1,4 +1,5 @@
-"""Hugging Face folders: tables that cover every weight once, any sharding, any dtype, and refusals that name what is wrong."""
+"""Hugging Face folders: tables that cover every weight once, any sharding, any dtype, and refusals that name what is
+wrong."""
 
 import json
 from pathlib import Path

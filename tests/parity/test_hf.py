@@ -1,8 +1,8 @@
 """Hugging Face checkpoints against what transformers computes from them, and back out unchanged.
 
 Runs over every folder in $MOEJAX_HF_GOLDEN_DIR (default: ../shared/golden_hf beside the checkout) and over those in
-tests/fixtures/golden_hf (qwen2_moe; made by transformers 5.12.1, 2026-11). Each holds config.json, model.safetensors and
-expected.npz: ids, logits, loss (mean next-token cross entropy), grad_norm (global L2).
+tests/fixtures/golden_hf (qwen2_moe; made by transformers 5.12.1, 2026-11). Each holds config.json, model.safetensors
+and expected.npz: ids, logits, loss (mean next-token cross entropy), grad_norm (global L2).
 """
 
 import json
@@ -54,7 +54,9 @@ def test_loss_and_gradient_norm(golden: Golden):
     value, gradients = jax.jit(jax.value_and_grad(loss))(golden.params)
     np.testing.assert_allclose(value, golden.arrays["loss"], rtol=1e-5)
     padding = golden.folder.config.get("pad_token_id")
-    if padding is not None and not golden.model.tie_embeddings:  # torch's Embedding keeps the gradient of this row at zero
+    if (
+        padding is not None and not golden.model.tie_embeddings
+    ):  # torch's Embedding keeps the gradient of this row at zero
         gradients["embedding"]["table"] = gradients["embedding"]["table"].at[padding].set(0.0)
     np.testing.assert_allclose(optax.global_norm(gradients), golden.arrays["grad_norm"], rtol=1e-5)
 

@@ -1,7 +1,8 @@
 """A native Olmo-core 3 checkpoint: the golden's logits, its moments and its step, and on from there.
 
-$MOEJAX_OLMO_CORE_CKPT names another checkpoint (default: ../shared/golden_olmo_core_checkpoint/step7 beside the checkout); the
-logits and masters are compared where $MOEJAX_GOLDEN_DIR has the golden it was made from, report_recipe.npz.
+$MOEJAX_OLMO_CORE_CKPT names another checkpoint (default: ../shared/golden_olmo_core_checkpoint/step7 beside the
+checkout); the logits and masters are compared where $MOEJAX_GOLDEN_DIR has the golden it was made from,
+report_recipe.npz.
 """
 
 import json
