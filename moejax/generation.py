@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -77,7 +76,7 @@ def generate(
     cache = program.empty_cache(len(tokens), -(-(int(lengths.max()) + count) // 64) * 64)
     first = np.zeros_like(lengths)
     for step in range(count):
-        new, cache = program.next_tokens(params, tokens, first, lengths, cache, jnp.int32(step), sampling)
+        new, cache = program.next_tokens(params, tokens, first, lengths, cache, step, sampling)
         yield np.asarray(new)[: len(prompts)]
         first, lengths = first + lengths, np.ones_like(lengths)
         tokens = new[:, None]

@@ -1,5 +1,6 @@
 """Decoding with a cache gives what full forward passes give, token for token, on every mesh; text and draws behave."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -46,6 +47,7 @@ def imported(request: pytest.FixtureRequest):
     return folder.model, params, prompts, np.stack(expected)
 
 
+@functools.cache
 def program(model, mesh: str) -> InferenceProgram:
     return InferenceProgram(
         Config(model=model, precision=PrecisionConfig(Dtype.float32, Dtype.float32)), make_mesh(parse_mesh(mesh))
@@ -126,6 +128,32 @@ def test_command(run: Path, capsys: pytest.CaptureFixture):
     ):
         with pytest.raises(UserError, match=message):
             command.main([str(run), *arguments])
+
+
+def test_training_goes_on_from_an_imported_model(run: Path, tmp_path: Path):
+    """Weights without moments: the optimizer starts at zero, at step 0, with the weights that were imported."""
+    import dataclasses
+    import shutil
+
+    from moejax.checkpoint.saved_model import SavedModel
+    from moejax.trainer import Trainer
+
+    shutil.copytree(run, tmp_path / "small")
+    (tmp_path / "text.txt").write_text("Once upon a time there was a text to train on. " * 200)
+    saved = SavedModel(tmp_path / "small")
+    config = dataclasses.replace(
+        saved.config,
+        run=dataclasses.replace(saved.config.run, dir=str(tmp_path)),
+        data=dataclasses.replace(
+            saved.config.data, paths=(str(tmp_path / "text.txt"),), cache_dir=str(tmp_path / "cache")
+        ),
+        train=dataclasses.replace(saved.config.train, batch_tokens=256, eval_batches=0, steps=10),
+    )
+    with Trainer(config) as trainer:
+        assert trainer.resumed_from == 0
+        portable = trainer.program.portable(trainer.state)
+        jax.tree.map(np.testing.assert_array_equal, portable.master, saved.params())
+        assert not any(np.any(moment) for moment in jax.tree.leaves(portable.first_moment))
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ A pickle is a program. Every name it asks for is looked up in a table of inert s
 there ends the reading before anything is called. Objects in the checkpoint that are no tensors are never read at all.
 """
 
-import collections
 import io
 import math
 import os
@@ -69,10 +68,10 @@ class _Top(_Record):
     pass
 
 
-class _Storage(NamedTuple):
-    """Stands in for a storage class of torch, e.g. FloatStorage: its dtype."""
+class _Numbers(NamedTuple):
+    """Stands in for a dtype of torch or for a storage class of one. Not numpy's own, which a pickle could alter."""
 
-    dtype: np.dtype | None
+    dtype: np.dtype
 
 
 def _size(*arguments: Any) -> tuple[int, ...]:
@@ -81,6 +80,10 @@ def _size(*arguments: Any) -> tuple[int, ...]:
 
 def _nothing(*arguments: Any) -> None:
     """Stands in for what has no influence: layouts, memory formats, paths."""
+
+
+def _mapping(*arguments: Any) -> dict[Any, Any]:
+    return {}
 
 
 def _rebuild(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> tuple[Any, int, Any, Any]:
@@ -125,10 +128,10 @@ KNOWN: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _nothing,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): _mapping,
     **{(module, name): _nothing for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
-    **{("torch", name): np.dtype(dtype) for name, dtype in DTYPES.items()},
-    **{("torch", name): _Storage(np.dtype(DTYPES[dtype])) for name, dtype in _STORAGES.items()},
+    **{("torch", name): _Numbers(np.dtype(dtype)) for name, dtype in DTYPES.items()},
+    **{("torch", name): _Numbers(np.dtype(DTYPES[dtype])) for name, dtype in _STORAGES.items()},
 }
 """Every name a pickle may use, and the stand-in it gets."""
 
@@ -215,8 +218,7 @@ class DistributedCheckpoint:
             if not isinstance(entry, _Tensors):
                 others.append(name)
                 continue
-            shape, dtype = tuple(entry.field("size")), entry.field("properties").state[0]
-            assert isinstance(dtype, np.dtype), dtype
+            shape, dtype = tuple(entry.field("size")), entry.field("properties").state[0].dtype
             chunks = []
             for piece in entry.field("chunks"):
                 offsets, sizes = tuple(piece.field("offsets")), tuple(piece.field("sizes"))
@@ -232,7 +234,7 @@ class DistributedCheckpoint:
         return tensors, others
 
     def _check_cover(self, name: str, tensor: Tensor) -> None:
-        """Chunks lie inside the tensor and their volumes add up; that they do not overlap, the writer has seen to."""
+        """Chunks lie inside the tensor, do not overlap, and their volumes add up."""
         inside = all(
             len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
             and all(
@@ -243,6 +245,12 @@ class DistributedCheckpoint:
         )
         if not inside or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
             raise UserError(f"{self.path}: the chunks of tensor {name} do not fill its shape {list(tensor.shape)}.")
+        filled = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
+        start = np.array([chunk.offsets for chunk in filled], np.int64).reshape(len(filled), -1)
+        stop = start + np.array([chunk.sizes for chunk in filled], np.int64).reshape(start.shape)
+        for i in range(1, len(filled)):
+            if np.any(np.all((start[:i] < stop[i]) & (start[i] < stop[:i]), axis=1)):
+                raise UserError(f"{self.path}: chunks of tensor {name} overlap.")
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}

@@ -93,26 +93,33 @@ class InferenceProgram:
         make = functools.partial(decoding.empty_cache, self.config.model, batch, positions, self.compute)
         return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), CACHE))()
 
-    @functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=5)
     def next_tokens(
-        self, params: Params, tokens: Array, first: Array, lengths: Array, cache: Cache, step: Array, sampling: Sampling
+        self, params: Params, tokens: Array, first: Array, lengths: Array, cache: Cache, step: int, sampling: Sampling
     ) -> tuple[Array, Cache]:
         """int32[B], one more token for each row, and the cache with `tokens` [B, S] in it; see `decoding.extend`.
 
-        step: int32 scalar, how many were generated before; the draw depends on it.
+        step: how many were generated before; the draw depends on it. The cache given is used up.
         """
+        draw = jnp.array([sampling.seed, step], jnp.uint32)
+        return self._next_tokens(params, tokens, first, lengths, cache, draw, sampling._replace(seed=0))
 
-        def region(params: Params, tokens: Array, first: Array, lengths: Array, cache: Cache, step: Array) -> Any:
+    @functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=5)
+    def _next_tokens(
+        self, params: Params, tokens: Array, first: Array, lengths: Array, cache: Cache, draw: Array, sampling: Sampling
+    ) -> tuple[Array, Cache]:
+        """draw: uint32[2], seed and step; any of them runs the same program."""
+
+        def region(params: Params, tokens: Array, first: Array, lengths: Array, cache: Cache, draw: Array) -> Any:
             segment_ids = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], 0, -1)
             context = self._context(segment_ids, first[:, None] + jnp.arange(tokens.shape[1]))
             logits, cache = decoding.extend(self.config.model, params, tokens, first, lengths, cache, context)
-            key = jax.random.key(sampling.seed)
+            key, step = jax.random.key(draw[0]), draw[1]
             rows = _rows(tokens.shape[0])
             drawn = decoding.sample(logits, key, rows, step, sampling.temperature, sampling.top_k, sampling.top_p)
             return drawn, cache
 
         in_specs = (self.specs, ROWS, ROWS, ROWS, CACHE, PartitionSpec())
-        return self._split(region, in_specs, (ROWS, CACHE))(params, tokens, first, lengths, cache, step)
+        return self._split(region, in_specs, (ROWS, CACHE))(params, tokens, first, lengths, cache, draw)
 
     # --- scoring ---------------------------------------------------------------------------------------------------
 

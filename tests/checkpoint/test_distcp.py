@@ -59,6 +59,18 @@ def test_a_foreign_name_in_a_shard_is_refused(tmp_path: Path):
         DistributedCheckpoint(folder).read("flat")
 
 
+@pytest.mark.parametrize("name", ["torch\nfloat32", "torch\nFloatStorage", "torch\nSize", "collections\nOrderedDict"])
+def test_stand_ins_cannot_be_altered(tmp_path: Path, name: str):
+    folder = write_distcp(tmp_path / "c", tensors())
+    state = pickle.dumps((3, ">", None, None, None, -1, -1, 0), 0)[:-1]
+    (folder / ".metadata").write_bytes(f"c{name}\n".encode() + state + b"b.")
+    with pytest.raises(UserError):
+        DistributedCheckpoint(folder)
+    assert np.dtype(np.float32).isnative
+    again = write_distcp(tmp_path / "again", tensors(), chunks=2)
+    np.testing.assert_array_equal(DistributedCheckpoint(again).read("flat"), tensors()["flat"])
+
+
 def test_damage_is_named(tmp_path: Path):
     folder = write_distcp(tmp_path / "c", tensors(), files=2, chunks=2)
     shard = folder / "__1_0.distcp"

@@ -26,7 +26,7 @@ print(1024 * (peak - before), sum(leaf.nbytes for leaf in jax.tree.leaves(params
 
 @pytest.mark.slow
 def test_two_gigabytes(tmp_path: Path):
-    """Peak over the device copy of a 2 GB model in fp32: under 1.3 times its largest tensor, the embedding of 0.41 GB."""
+    """Peak over the device copy of a 2 GB model in fp32: under 1.3 times its largest tensor (0.41 GB)."""
     sizes = dict(hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, vocab_size=100_000)
     settings = hf_settings("olmoe", **sizes, num_experts=32, intermediate_size=1536)
     table = hf_names.pieces("olmoe", hf_config.import_config(settings))
