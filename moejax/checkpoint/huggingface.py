@@ -36,8 +36,8 @@ SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class HFFolder:
     """A folder as transformers saves it. config: `config.json`; kind: its `model_type`; model; tensors: by name.
 
-    Only headers are read. Raises UserError: a file missing or damaged, another architecture, an option that moejax cannot
-    express, a tensor that is missing, left over or of another shape.
+    Only headers are read. Raises UserError: a file missing or damaged, another architecture, an option that moejax
+    cannot express, a tensor that is missing, left over or of another shape.
     """
 
     def __init__(self, path: str | Path):
@@ -54,7 +54,8 @@ class HFFolder:
         for name, tensor in self.tensors.items():
             if tensor.dtype not in FLOATS:
                 raise UserError(
-                    f"{self.path}: tensor {name} is stored as {tensor.dtype}; weights in {', '.join(FLOATS)} can be imported."
+                    f"{self.path}: tensor {name} is stored as {tensor.dtype}; weights in {', '.join(FLOATS)} can be "
+                    f"imported."
                 )
 
     @property

@@ -62,7 +62,9 @@ class OlmoCoreFolder:
             name, _, ending = key.rpartition(".")
             if key.startswith("model_buffer."):
                 if not key.endswith(SCORE_BIAS) or np.any(self._checkpoint.read(key)):
-                    raise UserError(f"{self.path}: the buffer {key} has no counterpart in moejax; it cannot be imported.")
+                    raise UserError(
+                        f"{self.path}: the buffer {key} has no counterpart in moejax; it cannot be imported."
+                    )
             elif key.startswith("module.") and ending in ROLES:
                 while name.startswith("module."):
                     name = name.removeprefix("module.")
@@ -102,7 +104,9 @@ def _settings(path: Path) -> dict[str, Any]:
         if file.is_file():
             break
     else:
-        raise UserError(f"{path} has no config.json in it or above it; without one the shapes of the model are unknown.")
+        raise UserError(
+            f"{path} has no config.json in it or above it; without one the shapes of the model are unknown."
+        )
     try:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -3,8 +3,8 @@
     runs/tiny/{config.yaml, checkpoints/} --SavedModel--> config, step, params on any sharding
     config + state + origin --write_run--> runs/olmoe/{config.yaml, checkpoints/, origin/}
 
-`origin/` keeps what came with an imported model and is not ours to change: its config.json, tokenizer, generation settings,
-and in which dtype each tensor was stored. Export takes it up again.
+`origin/` keeps what came with an imported model and is not ours to change: its config.json, tokenizer, generation
+settings, and in which dtype each tensor was stored. Export takes it up again.
 """
 
 import contextlib
@@ -40,7 +40,8 @@ class SavedModel:
         self.path = Path(path)
         if not (self.path / CHECKPOINTS).is_dir():
             raise UserError(
-                f"{self.path} is no run folder: it has no {CHECKPOINTS}/; train one, or import one with `python -m moejax.convert`."
+                f"{self.path} is no run folder: it has no {CHECKPOINTS}/; train one, or import one with `python -m "
+                f"moejax.convert`."
             )
         self.checkpoints = Checkpoints(self.path / CHECKPOINTS)
         latest = self.checkpoints.latest()
@@ -111,7 +112,9 @@ def whole_or_nothing(dst: Path) -> Iterator[Path]:
         partial.rename(dst)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{dst} cannot be written ({reason}); nothing is left of it. Make room or name another folder.") from error
+        raise UserError(
+            f"{dst} cannot be written ({reason}); nothing is left of it. Make room or name another folder."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -121,7 +124,8 @@ def write_run(
 ) -> Checkpoints:
     """Write a run folder with one checkpoint, at the state's own step; returns its checkpoints.
 
-    state: step, master, and optionally the moments, by the names of `PortableState`. origin: JSON. beside: files to copy.
+    state: step, master, and optionally the moments, by the names of `PortableState`. origin: JSON. beside: files to
+    copy.
     """
     (folder / ORIGIN).mkdir()
     for file in beside:
