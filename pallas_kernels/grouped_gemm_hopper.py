@@ -1,14 +1,13 @@
-"""Grouped GEMM kernels for Hopper (sm_90a: H100, H200), in Pallas Mosaic GPU: bf16 in and out, summed in fp32 by wgmma.
+"""Grouped GEMM kernels for Hopper (sm_90a: H100, H200), in Pallas Mosaic GPU: bf16 in and out, fp32 sums by wgmma.
 
-    GMEM --TMA, one memory warpgroup--> ring of SMEM stages --wgmma, two compute warpgroups--> registers --SMEM, TMA--> GMEM
+    GMEM --TMA, one memory warpgroup--> ring of SMEM stages --wgmma, two compute warpgroups--> registers --> GMEM
 
-A persistent grid, one block per SM. The memory warpgroup walks the same list of tiles as the compute warpgroups and runs
-ahead of them by up to `stages` steps, over the end of a tile: while one tile's result is stored, the next one's operands
-are under way. The compute warpgroups share the right operand of a stage and take one half of the left one each.
+A persistent grid, one block per SM. The memory warpgroup walks the same list of tiles as the compute warpgroups and
+runs ahead of them by up to `stages` steps, over the end of a tile: while one tile's result is stored, the next one's
+operands are under way. The compute warpgroups share the right operand of a stage and take half of the left one each.
 
-Ragged groups: a tile starts at its group's first row, rounded down to a multiple of 8, and reads on into the groups beside
-it, or past the end, where that yields rows that are never stored. A tile that owns all its rows is stored by TMA copies of 64
-columns; one at the edge of a group by ladders of copies of 32, 16, 8, 4, 2 and 1 rows. Where rows are contracted (the weight
+Ragged groups: a tile starts at its group's first row, rounded down to a multiple of 8, and reads on into the groups
+beside it, or past the end, where that yields rows that are never stored. Where rows are contracted (the weight
 gradient), both operands of a group's first and last step are masked in SMEM by a select: rows of others may hold NaN.
 """
 
@@ -22,15 +21,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_gemm_tiles import ROW_ALIGNMENT, Tiles, group_steps, row_tiles
+from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, keep_rows, store_rows, store_tile
+from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, group_steps, row_tiles
 
 COMPUTE_WARPGROUPS = 2
 _MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232  # a thread; 40 + 2 * 232 = 3 * 168 = what 384 threads may hold
 _WGMMA_ROWS = 64
-_SWIZZLE = 64  # bfloat16 in 128 bytes, the width of a swizzled tile
-_STORE_COLUMNS = _SWIZZLE
-_OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 GEMM_TILES = Tiles(rows=128, columns=256, depth=64, stages=4)
 WEIGHT_GRAD_TILES = Tiles(rows=128, columns=256, depth=64, stages=4)
@@ -55,7 +52,7 @@ def grouped_gemm_hopper(
     schedule = row_tiles(group_sizes_E, rows, tiles.rows)
     column_tiles, steps = pl.cdiv(width, tiles.columns), pl.cdiv(depth, tiles.depth)
 
-    def kernel(groups, starts, begins, ends, total, lhs, rhs, out, lhs_smem, rhs_smem, whole, part, loaded, consumed):
+    def kernel(groups, octets, begins, ends, total, lhs, rhs, out, lhs_smem, rhs_smem, whole, part, loaded, consumed):
         warpgroup = lax.axis_index("warpgroup")
 
         def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> None:
@@ -63,8 +60,8 @@ def grouped_gemm_hopper(
             def _(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
                 slot, column = plgpu.planar_snake(loop.index[0], (total[0], column_tiles), 0, tiles.panel)
                 tile_steps = jnp.where(groups[slot] < num_groups, jnp.int32(steps), jnp.int32(0))
-                start = pl.multiple_of(starts[slot], ROW_ALIGNMENT)
-                body(slot, start, pl.multiple_of(column * tiles.columns, _SWIZZLE), tile_steps, carry)
+                start = octets[slot] * OCTET
+                body(slot, start, column * tiles.columns, tile_steps, carry)
                 return carry + tile_steps
 
         @pl.when(warpgroup == _MEMORY_WARPGROUP)
@@ -77,7 +74,8 @@ def grouped_gemm_hopper(
                 def step(k, _):
                     stage = lax.rem(done + k, jnp.int32(tiles.stages))
                     pl.when(done + k >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
-                    in_depth, in_width = pl.ds(pl.multiple_of(k * tiles.depth, _SWIZZLE), tiles.depth), pl.ds(column, tiles.columns)
+                    in_depth = pl.ds(k * tiles.depth, tiles.depth)
+                    in_width = pl.ds(column, tiles.columns)
                     from_rhs = (group, in_width, in_depth) if transpose_rhs else (group, in_depth, in_width)
                     from_lhs = (pl.ds(start, tiles.rows), in_depth)
                     plgpu.copy_gmem_to_smem(lhs.at[from_lhs], lhs_smem.at[stage], loaded.at[stage])
@@ -91,7 +89,7 @@ def grouped_gemm_hopper(
         def _compute() -> None:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             own_rows = tiles.rows // COMPUTE_WARPGROUPS
-            own = pl.multiple_of(warpgroup * own_rows, _WGMMA_ROWS)
+            own = warpgroup * own_rows
 
             def tile(slot, start, column, tile_steps, done):
                 def multiply(stage: Array, step: Array, acc: Any) -> None:
@@ -100,12 +98,11 @@ def grouped_gemm_hopper(
                     left = lhs_smem.at[stage, pl.ds(own, own_rows)]
                     plgpu.wgmma(acc, left, right.transpose((1, 0)) if transpose_rhs else right)
 
-                acc = _accumulate(
-                    (own_rows, tiles.columns), multiply, loaded, consumed, done, tile_steps, tiles.stages
-                )
+                acc = _accumulate((own_rows, tiles.columns), multiply, loaded, consumed, done, tile_steps, tiles.stages)
                 own_start = start + own
                 begin, end = begins[slot] - own_start, ends[slot] - own_start
-                _store_rows(acc, out, own_start, begin, end, column, whole.at[warpgroup], part.at[warpgroup])
+                stores = whole.at[warpgroup], part.at[warpgroup]
+                store_rows(_columns(acc), tiles.columns, out, own_start, begin, end, column, *stores)
 
             for_each_tile(tile)
             plgpu.wait_smem_to_gmem(0)
@@ -116,10 +113,10 @@ def grouped_gemm_hopper(
         kernel,
         out_type=jax.ShapeDtypeStruct((rows, width), lhs_RD.dtype),
         scratch_types=[
-            plgpu.SMEM((tiles.stages, tiles.rows, tiles.depth), lhs_RD.dtype, transforms=_OPERAND),
-            plgpu.SMEM((tiles.stages, *right_shape), lhs_RD.dtype, transforms=_OPERAND),
-            plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, _STORE_COLUMNS), lhs_RD.dtype, transforms=_OPERAND),
-            plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, _STORE_COLUMNS), lhs_RD.dtype),
+            plgpu.SMEM((tiles.stages, tiles.rows, tiles.depth), lhs_RD.dtype, transforms=OPERAND),
+            plgpu.SMEM((tiles.stages, *right_shape), lhs_RD.dtype, transforms=OPERAND),
+            plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, SWIZZLE), lhs_RD.dtype, transforms=OPERAND),
+            plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, SWIZZLE), lhs_RD.dtype),
             *_ring_barriers(tiles.stages),
         ],
         kernel_name="grouped_gemm_transposed_hopper" if transpose_rhs else "grouped_gemm_hopper",
@@ -137,7 +134,7 @@ def grouped_gemm_weight_grad_hopper(
     tiles: Tiles = WEIGHT_GRAD_TILES,
     interpret: Any = None,
 ) -> Array:
-    """`grouped_gemm_weight_grad` on Hopper: [E, D, F], both operands read row-major; conditions as in the forward kernel.
+    """`grouped_gemm_weight_grad` on Hopper: [E, D, F]; conditions as in the forward kernel.
 
     `tiles.rows` counts columns of lhs here (rows of the result), `tiles.depth` the rows contracted in a step.
     """
@@ -147,7 +144,7 @@ def grouped_gemm_weight_grad_hopper(
     schedule = group_steps(group_sizes_E, rows, tiles.depth)
     own_rows, own_columns = tiles.rows // COMPUTE_WARPGROUPS, tiles.columns // COMPUTE_WARPGROUPS
 
-    def kernel(starts, begins, ends, steps, lhs, grad, out, lhs_smem, grad_smem, whole, loaded, consumed, masked):
+    def kernel(octets, begins, ends, steps, lhs, grad, out, lhs_smem, grad_smem, whole, loaded, consumed, masked):
         warpgroup = lax.axis_index("warpgroup")
 
         def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> None:
@@ -157,8 +154,8 @@ def grouped_gemm_weight_grad_hopper(
             def _(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
                 group, tile = loop.index
                 block, column = plgpu.planar_snake(tile, (row_blocks, column_tiles), 0, tiles.panel)
-                row = pl.multiple_of(block * tiles.rows, _SWIZZLE)
-                body(group, row, pl.multiple_of(column * tiles.columns, _SWIZZLE), steps[group], carry)
+                row = block * tiles.rows
+                body(group, row, column * tiles.columns, steps[group], carry)
                 return carry + steps[group]
 
         @pl.when(warpgroup == _MEMORY_WARPGROUP)
@@ -166,12 +163,12 @@ def grouped_gemm_weight_grad_hopper(
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
             def tile(group, row, column, tile_steps, done):
-                start = pl.multiple_of(starts[group], ROW_ALIGNMENT)
+                start = octets[group] * OCTET
 
                 def step(k, _):
                     stage = lax.rem(done + k, jnp.int32(tiles.stages))
                     pl.when(done + k >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
-                    contracted = pl.ds(pl.multiple_of(start + k * tiles.depth, ROW_ALIGNMENT), tiles.depth)
+                    contracted = pl.ds(start + k * tiles.depth, tiles.depth)
                     plgpu.copy_gmem_to_smem(
                         lhs.at[contracted, pl.ds(row, tiles.rows)], lhs_smem.at[stage], loaded.at[stage]
                     )
@@ -186,19 +183,19 @@ def grouped_gemm_weight_grad_hopper(
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            own = pl.multiple_of(warpgroup * own_rows, _WGMMA_ROWS)
+            own = warpgroup * own_rows
 
             def tile(group, row, column, tile_steps, done):
                 def multiply(stage: Array, step: Array, acc: Any) -> None:
                     left = lhs_smem.at[stage, :, pl.ds(own, own_rows)]
-                    step_start = starts[group] + step * tiles.depth
+                    step_start = octets[group] * OCTET + step * tiles.depth
                     begin, end = begins[group] - step_start, ends[group] - step_start
 
                     @pl.when((begin > 0) | (end < tiles.depth))
                     def _mask() -> None:
-                        own_grad = pl.ds(pl.multiple_of(warpgroup * own_columns, _SWIZZLE), own_columns)
-                        _keep_rows(left, begin, end)
-                        _keep_rows(grad_smem.at[stage, :, own_grad], begin, end)
+                        own_grad = pl.ds(warpgroup * own_columns, own_columns)
+                        keep_rows(left, begin, end)
+                        keep_rows(grad_smem.at[stage, :, own_grad], begin, end)
                         plgpu.commit_smem()
                         # Each warpgroup reads the half of `grad` that the other one has masked.
                         plgpu.barrier_arrive(masked)
@@ -206,10 +203,8 @@ def grouped_gemm_weight_grad_hopper(
 
                     plgpu.wgmma(acc, left.transpose((1, 0)), grad_smem.at[stage])
 
-                acc = _accumulate(
-                    (own_rows, tiles.columns), multiply, loaded, consumed, done, tile_steps, tiles.stages
-                )
-                _store_columns(acc, out.at[group], row + own, column, whole.at[warpgroup])
+                acc = _accumulate((own_rows, tiles.columns), multiply, loaded, consumed, done, tile_steps, tiles.stages)
+                store_tile(_columns(acc), tiles.columns, out.at[group], row + own, column, whole.at[warpgroup])
 
             for_each_tile(tile)
             plgpu.wait_smem_to_gmem(0)
@@ -218,9 +213,9 @@ def grouped_gemm_weight_grad_hopper(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_groups, depth, width), lhs_RD.dtype),
         scratch_types=[
-            plgpu.SMEM((tiles.stages, tiles.depth, tiles.rows), lhs_RD.dtype, transforms=_OPERAND),
-            plgpu.SMEM((tiles.stages, tiles.depth, tiles.columns), lhs_RD.dtype, transforms=_OPERAND),
-            plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, _STORE_COLUMNS), lhs_RD.dtype, transforms=_OPERAND),
+            plgpu.SMEM((tiles.stages, tiles.depth, tiles.rows), lhs_RD.dtype, transforms=OPERAND),
+            plgpu.SMEM((tiles.stages, tiles.depth, tiles.columns), lhs_RD.dtype, transforms=OPERAND),
+            plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, SWIZZLE), lhs_RD.dtype, transforms=OPERAND),
             *_ring_barriers(tiles.stages),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
         ],
@@ -278,48 +273,5 @@ def _accumulate(
     return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
 
 
-def _store_rows(
-    acc: Array, out: Any, row: Array, begin: Array, end: Array, column: Array, whole: Any, part: Any
-) -> None:
-    """Rows [begin, end) of `acc` to `out`, row 0 of `acc` being `row` there; columns past its width are dropped by TMA."""
-    height, width = acc.shape
-    begin = jnp.clip(begin, 0, height)
-    count = jnp.clip(end, begin, height) - begin
-
-    @pl.when(count == height)
-    def _() -> None:
-        _store_columns(acc, out, row, column, whole)
-
-    @pl.when((count > 0) & (count < height))
-    def _() -> None:
-        for first in range(0, width, _STORE_COLUMNS):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            part[...] = acc[:, first : first + _STORE_COLUMNS].astype(part.dtype)
-            plgpu.commit_smem()
-            rung = height // 2
-            while rung:
-                _store_rung(out, row, begin, count, column + first, rung, part)
-                rung //= 2
-
-
-def _store_rung(out: Any, row: Array, begin: Array, count: Array, column: Array, rung: int, part: Any) -> None:
-    """The copy of `rung` rows, if `count` has that bit; the rows before it are those of the higher bits."""
-
-    @pl.when((count & rung) != 0)
-    def _() -> None:
-        at = begin + (count & (-2 * rung))
-        plgpu.copy_smem_to_gmem(part.at[pl.ds(at, rung)], out.at[pl.ds(row + at, rung), pl.ds(column, _STORE_COLUMNS)])
-
-
-def _store_columns(acc: Array, out: Any, row: Array, column: Array, whole: Any) -> None:
-    for first in range(0, acc.shape[1], _STORE_COLUMNS):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        whole[...] = acc[:, first : first + _STORE_COLUMNS].astype(whole.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(whole, out.at[pl.ds(row, acc.shape[0]), pl.ds(column + first, _STORE_COLUMNS)])
-
-
-def _keep_rows(ref: Any, begin: Array, end: Array) -> None:
-    """Zero in the rows outside [begin, end), by a select, so that NaN goes as well."""
-    index = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
-    ref[...] = jnp.where((index >= begin) & (index < end), ref[...], jnp.zeros((), ref.dtype))
+def _columns(acc: Array) -> Callable[[int], Array]:
+    return lambda first: acc[:, first : first + SWIZZLE]

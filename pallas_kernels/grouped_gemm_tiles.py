@@ -2,11 +2,11 @@
 
     group_sizes_E --cumsum--> tiles per group --compare--> per tile: its group, where it starts, which rows it owns
 
-A tile starts at its group's first row, rounded down to a multiple of 8 (TMA copies into swizzled SMEM start there only),
-or a whole number of tiles after that. So the first tile of a group holds up to 7 rows of the group before, the last one
-rows of the group after, and a tile owns the rows [begin, end) of one group only. The rows past the last group are a group
-of their own, with the id E: the kernels write zeros there and load nothing. The list has a static length, the real tiles
-stand at its front.
+A tile starts at its group's first row, rounded down to a multiple of 8 (TMA copies into swizzled SMEM start there
+only), or a whole number of tiles after that. So the first tile of a group holds up to 7 rows of the group before, the
+last one rows of the group after, and a tile owns the rows [begin, end) of one group only. The rows past the last group
+are a group of their own, with the id E: the kernels write zeros there and load nothing. The list has a static length,
+the real tiles stand at its front.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-
-ROW_ALIGNMENT = 8
+OCTET = 8  # rows of a swizzled SMEM tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +34,23 @@ class Tiles:
 
 
 class RowTiles(NamedTuple):
-    """int32[slots] each, `total` (int32[1]) of them real. A tile starts at row `starts`, a multiple of 8, and owns the rows
-    [begins, ends) of its group; group E is the rows to be zeroed."""
+    """int32[slots] each, `total` (int32[1]) of them real.
+
+    A tile starts at row 8 * `octets` and owns the rows [begins, ends); group E is the rows to be zeroed. (The kernels'
+    compiler must see that the start is a multiple of 8, hence the unit.)
+    """
 
     groups: Array
-    starts: Array
+    octets: Array
     begins: Array
     ends: Array
     total: Array
 
 
 class GroupSteps(NamedTuple):
-    """int32[E] each: group e is the rows [begins, ends), read in `steps` blocks from row `starts`, a multiple of 8, on."""
+    """int32[E] each: group e owns rows [begins, ends), read in `steps` blocks from row 8 * `octets` on."""
 
-    starts: Array
+    octets: Array
     begins: Array
     ends: Array
     steps: Array
@@ -63,21 +65,23 @@ def row_tiles(group_sizes_E: Array, rows: int, tile_rows: int) -> RowTiles:
     past_end = jnp.maximum(rows - jnp.sum(group_sizes_E, dtype=jnp.int32), 0)
     groups = group_steps(jnp.concatenate([group_sizes_E, past_end[None]]), rows, tile_rows)
     tile_ends = jnp.cumsum(groups.steps, dtype=jnp.int32)
-    slot = jnp.arange((rows + (num_groups + 1) * (tile_rows + ROW_ALIGNMENT - 2)) // tile_rows, dtype=jnp.int32)
+    slot = jnp.arange((rows + (num_groups + 1) * (tile_rows + OCTET - 2)) // tile_rows, dtype=jnp.int32)
     # A comparison with every group instead of a binary search: slots * E bits, one fused reduction.
     group = jnp.minimum(jnp.sum(slot[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32), num_groups)
-    starts = groups.starts[group] + (slot - (tile_ends - groups.steps)[group]) * tile_rows
+    octets = groups.octets[group] + (slot - (tile_ends - groups.steps)[group]) * (tile_rows // OCTET)
+    starts = octets * OCTET
     begins = jnp.maximum(groups.begins[group], starts)
-    return RowTiles(group, starts, begins, jnp.minimum(groups.ends[group], starts + tile_rows), tile_ends[-1:])
+    ends = jnp.minimum(groups.ends[group], starts + tile_rows)
+    return RowTiles(group, octets, begins, ends, tile_ends[-1:])
 
 
 def group_steps(group_sizes_E: Array, rows: int, block_rows: int) -> GroupSteps:
     """Every group as blocks of `block_rows` rows; groups are cut at the end of the buffer of `rows` rows."""
     ends = jnp.minimum(jnp.cumsum(group_sizes_E, dtype=jnp.int32), rows)
     begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    starts = begins // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps = jnp.where(ends > begins, (ends - starts + block_rows - 1) // block_rows, 0)
-    return GroupSteps(starts, begins, ends, steps)
+    octets = begins // OCTET
+    steps = jnp.where(ends > begins, (ends - octets * OCTET + block_rows - 1) // block_rows, 0)
+    return GroupSteps(octets, begins, ends, steps)
 
 
 def target_device() -> jax.Device | jax.sharding.AbstractDevice:
