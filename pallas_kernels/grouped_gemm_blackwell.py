@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, keep_rows, store_rows, store_tile
-from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, group_steps, row_tiles
+from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, fit_columns, group_steps, row_tiles
 
 _DRIVE, _STORE, _MASK = 0, 1, 2  # warpgroups
 _TMA_WARP, _MMA_WARP = 0, 1  # warps of the first one
@@ -45,6 +45,7 @@ def grouped_gemm_blackwell(
     """
     rows, depth = lhs_RD.shape
     num_groups, width = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    tiles = fit_columns(tiles, width, at_least=SWIZZLE)
     schedule = row_tiles(group_sizes_E, rows, tiles.rows)
     column_tiles, steps = pl.cdiv(width, tiles.columns), pl.cdiv(depth, tiles.depth)
 
@@ -136,6 +137,7 @@ def grouped_gemm_weight_grad_blackwell(
     """
     rows, depth = lhs_RD.shape
     width, num_groups = grad_RF.shape[1], group_sizes_E.shape[0]
+    tiles = fit_columns(tiles, width, at_least=SWIZZLE)
     row_blocks, column_tiles = pl.cdiv(depth, tiles.rows), pl.cdiv(width, tiles.columns)
     schedule = group_steps(group_sizes_E, rows, tiles.depth)
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, keep_rows, store_rows, store_tile
-from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, group_steps, row_tiles
+from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, fit_columns, group_steps, row_tiles
 
 COMPUTE_WARPGROUPS = 2
 _MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
@@ -49,6 +49,7 @@ def grouped_gemm_hopper(
     """
     rows, depth = lhs_RD.shape
     num_groups, width = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    tiles = fit_columns(tiles, width, at_least=SWIZZLE)
     schedule = row_tiles(group_sizes_E, rows, tiles.rows)
     column_tiles, steps = pl.cdiv(width, tiles.columns), pl.cdiv(depth, tiles.depth)
 
@@ -140,6 +141,7 @@ def grouped_gemm_weight_grad_hopper(
     """
     rows, depth = lhs_RD.shape
     width, num_groups = grad_RF.shape[1], group_sizes_E.shape[0]
+    tiles = fit_columns(tiles, width, at_least=COMPUTE_WARPGROUPS * SWIZZLE)
     row_blocks, column_tiles = pl.cdiv(depth, tiles.rows), pl.cdiv(width, tiles.columns)
     schedule = group_steps(group_sizes_E, rows, tiles.depth)
     own_rows, own_columns = tiles.rows // COMPUTE_WARPGROUPS, tiles.columns // COMPUTE_WARPGROUPS

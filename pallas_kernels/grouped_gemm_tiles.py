@@ -12,7 +12,6 @@ the real tiles stand at its front.
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -31,6 +30,14 @@ class Tiles:
     depth: int = 64
     stages: int = 4
     panel: int = 8
+
+
+def fit_columns(tiles: Tiles, width: int, at_least: int) -> Tiles:
+    """`tiles` with no more columns than `width` needs: halved while half would do, down to `at_least`."""
+    columns = tiles.columns
+    while columns // 2 >= max(width, at_least):
+        columns //= 2
+    return dataclasses.replace(tiles, columns=columns)
 
 
 class RowTiles(NamedTuple):
@@ -82,8 +89,3 @@ def group_steps(group_sizes_E: Array, rows: int, block_rows: int) -> GroupSteps:
     octets = begins // OCTET
     steps = jnp.where(ends > begins, (ends - octets * OCTET + block_rows - 1) // block_rows, 0)
     return GroupSteps(octets, begins, ends, steps)
-
-
-def target_device() -> jax.Device | jax.sharding.AbstractDevice:
-    """The device that a program traced now is meant for: of the mesh in context, else the default device."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.extend.backend.get_default_device()
