@@ -13,6 +13,7 @@ cached for the process, and a kernel for the wrong chip can abort it.
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,31 +83,43 @@ def compile_row(
     """
     if kernel not in KERNELS or chip not in CHIPS:
         raise ValueError(f"There is no kernel {kernel!r} for {chip!r}: {', '.join(KERNELS)} for {', '.join(CHIPS)}.")
-    require_compiler()
     options = dict(rows=rows, width=width, hidden=hidden, groups=groups, architecture=architecture, stages=stages)
     with tempfile.TemporaryDirectory() as folder:
-        # CPU as the platform: without it jax asks the plugin for a driver. No cache: a hit would leave no dump to read.
-        own = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder, "JAX_ENABLE_COMPILATION_CACHE": "false"}
         begin = time.perf_counter()
-        child = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"from pallas_kernels.compile_only import _child; _child({kernel!r}, {chip!r}, **{options!r})",
-            ],
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            check=False,
+        _in_a_process_of_its_own("_compile_kernel", kernel, chip, options, dump=folder)
+        seconds = round(time.perf_counter() - begin, 1)
+        ptx, ptxas, resources = (
+            "".join(path.read_text() for path in Path(folder).glob(f"*{suffix}"))
+            for suffix in (".ptx", ".ptxas", ".resources.txt")
         )
-        seconds = time.perf_counter() - begin
-        dump = {path.suffix: path.read_text() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-        resources = "\n".join(path.read_text() for path in Path(folder).glob("*.resources.txt"))
-    if child.returncode or ".ptxas" not in dump:
-        raise CannotCompile(f"{kernel} for {chip} does not compile:\n{child.stderr[-4000:]}")
-    return {"kernel": kernel, "chip": chip, **read_report(dump[".ptx"], dump[".ptxas"], resources)} | {
-        "compile_seconds": round(seconds, 1)
-    }
+    return {"kernel": kernel, "chip": chip, **read_report(ptx, ptxas, resources), "compile_seconds": seconds}
+
+
+def compile_layer_row(
+    chip: str,
+    experts: int,
+    *,
+    devices: int = 8,
+    rows: int = 8192,
+    width: int = 1024,
+    hidden: int = 512,
+    implementation: str = "auto",
+) -> dict[str, Any]:
+    """Compile a layer of SwiGLU experts, value and all gradients, sharded over `devices` absent GPUs; its memory.
+
+    rows: the expert-major rows that stand on each device. Keys of the row: chip, devices, experts, rows,
+    implementation, argument_bytes and temp_bytes (per device), mosaic_calls (kernels in the program), compile_seconds.
+    Raises CannotCompile, ValueError for a chip that does not exist.
+    """
+    if chip not in CHIPS or experts % devices:
+        raise ValueError(
+            f"{experts} experts on {devices} of {chip!r}: use one of {', '.join(CHIPS)}, a whole share each."
+        )
+    options = dict(devices=devices, rows=rows, width=width, hidden=hidden, implementation=implementation)
+    begin = time.perf_counter()
+    report = json.loads(_in_a_process_of_its_own("_compile_layer", chip, experts, options).splitlines()[-1])
+    common = {"chip": chip, "devices": devices, "experts": experts, "rows": rows, "implementation": implementation}
+    return common | report | {"compile_seconds": round(time.perf_counter() - begin, 1)}
 
 
 def read_report(ptx: str, ptxas: str, resources: str) -> dict[str, Any]:
@@ -162,7 +176,24 @@ device_description_str: "NVIDIA {chip.upper()}"
 """
 
 
-def _child(
+def _in_a_process_of_its_own(function: str, *arguments: Any, dump: str = "") -> str:
+    """What `function` of this module printed. Its last argument is its keyword arguments."""
+    require_compiler()
+    # CPU as the platform: without it jax asks the plugin for a driver. No cache: a hit would leave no dump to read.
+    own = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"} | (
+        {"MOSAIC_GPU_DUMP_TO": dump} if dump else {}
+    )
+    *positional, options = arguments
+    call = f"from pallas_kernels import compile_only; compile_only.{function}(*{positional!r}, **{options!r})"
+    child = subprocess.run(
+        [sys.executable, "-c", call], env=os.environ | own, capture_output=True, text=True, check=False
+    )
+    if child.returncode:
+        raise CannotCompile(f"{function[1:]}{tuple(positional)} fails:\n{child.stderr[-4000:]}")
+    return child.stdout
+
+
+def _compile_kernel(
     kernel: str,
     chip: str,
     *,
@@ -173,10 +204,6 @@ def _child(
     architecture: str | None,
     stages: int | None,
 ) -> None:
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
     architecture = architecture or CHIPS[chip].architecture
     module = importlib.import_module(f"pallas_kernels.grouped_gemm_{architecture}")
     tiles = module.WEIGHT_GRAD_TILES if kernel == "weight_gradient" else module.GEMM_TILES
@@ -190,12 +217,48 @@ def _child(
         function = getattr(module, f"grouped_gemm_{architecture}")
         shapes = [(rows, hidden if transpose else width), (groups, width, hidden)]
         options["transpose_rhs"] = transpose
-    mesh = Mesh(absent_devices(chip, 1), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
-    operands.append(jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=sharding))
+    _compile(functools.partial(function, **options), chip, 1, shapes, groups)
+
+
+def _compile_layer(
+    chip: str, experts: int, *, devices: int, rows: int, width: int, hidden: int, implementation: str
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_gemm import grouped_gemm
+
+    gemm = functools.partial(grouped_gemm, implementation=implementation)
+
+    def loss(x, gate, up, down, sizes):
+        hidden_rows = jax.nn.silu(gemm(x, gate, sizes)) * gemm(x, up, sizes)
+        return jnp.sum(gemm(hidden_rows, down, sizes).astype(jnp.float32) ** 2)[None]
+
+    def layer(*operands):
+        value, pullback = jax.vjp(lambda *floats: loss(*floats, operands[-1]), *operands[:-1])
+        return value, pullback(jnp.ones_like(value))
+
+    into, out_of = (experts, width, hidden), (experts, hidden, width)
+    compiled = _compile(layer, chip, devices, [(devices * rows, width), into, into, out_of], experts)
+    memory = compiled.memory_analysis()
+    calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
+    report = {"argument_bytes": memory.argument_size_in_bytes, "temp_bytes": memory.temp_size_in_bytes}
+    print(json.dumps(report | {"mosaic_calls": len(calls)}))
+
+
+def _compile(function: Callable[..., Any], chip: str, devices: int, shapes: list[tuple[int, ...]], groups: int) -> Any:
+    """`function(*bfloat16 of these shapes, int32[groups])`, all sharded over `devices` along their first axis."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(absent_devices(chip, devices), ("ep",))
+    sharded = PartitionSpec("ep")
+    described = [(shape, jnp.bfloat16) for shape in shapes] + [((groups,), jnp.int32)]
+    operands = [jax.ShapeDtypeStruct(*one, sharding=NamedSharding(mesh, sharded)) for one in described]
+    program = jax.shard_map(function, mesh=mesh, in_specs=sharded, out_specs=sharded, check_vma=False)
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
-        jax.jit(lambda *operands: function(*operands, **options)).lower(*operands).compile()
+        return jax.jit(program).lower(*operands).compile()
 
 
 def main(argv: list[str] | None = None) -> int:
