@@ -255,14 +255,17 @@ def _compile(function: Callable[..., Any], chip: str, devices: int, shapes: list
     mesh = Mesh(absent_devices(chip, devices), ("ep",))
     sharded = PartitionSpec("ep")
     described = [(shape, jnp.bfloat16) for shape in shapes] + [((groups,), jnp.int32)]
-    operands = [jax.ShapeDtypeStruct(*one, sharding=NamedSharding(mesh, sharded)) for one in described]
+    own = NamedSharding(mesh, sharded)
+    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=own) for shape, dtype in described]
     program = jax.shard_map(function, mesh=mesh, in_specs=sharded, out_specs=sharded, check_vma=False)
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
         return jax.jit(program).lower(*operands).compile()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.compile_only", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.compile_only", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("kernel", nargs="?", choices=KERNELS, help="one kernel (all)")
     parser.add_argument("chip", nargs="?", choices=tuple(CHIPS), help="one chip (h200, b200, b300)")
     arguments = parser.parse_args(argv)

@@ -16,7 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SWIZZLE = 64  # bfloat16 in 128 bytes: the width of a swizzled tile, and of a copy to GMEM
-OPERAND = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(128))
+OPERAND = (
+    plgpu.TilingTransform((8, SWIZZLE)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 
 
 def store_rows(

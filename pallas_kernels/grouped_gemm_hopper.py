@@ -272,7 +272,7 @@ def _accumulate(
         pl.when(steps > 0)(functools.partial(give_back, done + steps - 1))
         return acc[...]
 
-    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _columns(acc: Array) -> Callable[[int], Array]:

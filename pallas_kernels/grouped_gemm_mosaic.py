@@ -6,7 +6,7 @@ The device is asked for when a program is traced: the mesh in context says it, a
 (`jax.set_mesh` of a compile-only topology), else the default device does.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def _whole_octets(rows_RD: Array) -> Array:
     return jnp.pad(rows_RD, ((0, missing), (0, 0))) if missing else rows_RD
 
 
-def _architecture(device: jax.Device | jax.sharding.AbstractDevice) -> str | None:
+def _architecture(device: Any) -> str | None:
     capability = str(getattr(device, "compute_capability", ""))
     if capability:
         return {"9.0": "hopper", "10.0": "blackwell", "10.3": "blackwell"}.get(capability)
@@ -98,5 +98,5 @@ def _architecture(device: jax.Device | jax.sharding.AbstractDevice) -> str | Non
     return next((name for name, kinds in _KINDS.items() if set(kinds) & set(words)), None)
 
 
-def _num_sms(device: jax.Device | jax.sharding.AbstractDevice) -> int:
+def _num_sms(device: Any) -> int:
     return device.num_cores if isinstance(device, jax.sharding.AbstractDevice) else device.core_count
