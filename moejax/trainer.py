@@ -263,6 +263,7 @@ class Trainer:
             self.config.train.steps,
             self.step_number,
             stream,
+            is_terminal=None if self.step_number < self.config.train.steps else False,  # no bar over a finished run
             log_every=self.config.run.log_every,
             byte_tokens=self.config.data.tokenizer == "bytes",
         )

@@ -49,6 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_random_moments_a_run_writes_what_an_undisturbed_one_writes(tmp_path, undisturbed):
     folder, rng = tmp_path / "runs" / "small", random.Random(1)
     saves = folder / "checkpoints"
@@ -84,6 +85,7 @@ def test_killed_at_random_moments_a_run_writes_what_an_undisturbed_one_writes(tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ctrl_c_and_sigterm_save_and_leave_and_the_run_goes_on(tmp_path, undisturbed):
     folder = tmp_path / "runs" / "small"
     # no checkpoint but those of the interruptions; it may change from start to start
@@ -134,6 +136,7 @@ def test_the_first_signal_is_a_request_and_the_second_ends_the_process(first):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_train_as_one_and_leave_together(tmp_path, undisturbed):
     with socket.socket() as free:
         free.bind(("localhost", 0))
