@@ -67,7 +67,7 @@ def draw(options: argparse.Namespace) -> int:
     if wanted is None:
         wanted = pipe.schedule.value if pipe.chunks is None else f"{pipe.schedule.value}:{pipe.chunks}"
     stages = parse_mesh(config.parallel.mesh).pp
-    schedules = [read_schedule(text.strip(), stages, pipe.microbatches) for text in wanted.split(",")]
+    schedules = [read_schedule(text.strip(), stages, pipe.microbatches) for text in str(wanted).split(",")]
     costs = read_costs(options.costs)
     picture = svg_timeline(schedules, costs, options.own_pace)
     for schedule in schedules:

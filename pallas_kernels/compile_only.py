@@ -235,7 +235,7 @@ def _compile_layer(
         return jnp.sum(gemm(hidden_rows, down, sizes).astype(jnp.float32) ** 2)[None]
 
     def layer(*operands):
-        value, pullback = jax.vjp(lambda *floats: loss(*floats, operands[-1]), *operands[:-1])
+        value, pullback = jax.vjp(lambda x, gate, up, down: loss(x, gate, up, down, operands[-1]), *operands[:-1])
         return value, pullback(jnp.ones_like(value))
 
     into, out_of = (experts, width, hidden), (experts, hidden, width)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import eval_jaxpr
 from jax.extend import core
 from jaxtyping import PyTree
 
@@ -118,6 +119,7 @@ class BlockProgram:
     ) -> tuple[Array, list[Array]]:
         """(dx, between)."""
         self.split()
+        assert self._pieces is not None
         first, _, constants = self._pieces
         dx, *between = run(first, [*constants, *self._rebuild(params, known, kept), dy])
         return dx, between
@@ -125,6 +127,7 @@ class BlockProgram:
     def pull_weight(self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]) -> Any:
         """d_params."""
         self.split()
+        assert self._pieces is not None
         _, second, constants = self._pieces
         leaves = run(second, [*constants, *self._rebuild(params, known, kept), *between])
         return jax.tree.unflatten(self._weights, leaves)
@@ -149,8 +152,8 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def _inner(equation: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
-    inside = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return (inside.jaxpr, inside.consts) if isinstance(inside, core.ClosedJaxpr) else (inside, [])
+    inside: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return (inside.jaxpr, inside.consts) if hasattr(inside, "consts") else (inside, [])
 
 
 def _dear(equation: core.JaxprEqn) -> bool:
@@ -222,7 +225,7 @@ def _cheapest(
 
 
 def run(jaxpr: core.Jaxpr, values: Sequence[Any]) -> list[Any]:
-    return list(jax.core.eval_jaxpr(jaxpr, (), *values))
+    return list(eval_jaxpr(jaxpr, (), *values))
 
 
 def run_opened(jaxpr: core.Jaxpr, values: Sequence[Any]) -> list[Any]:
