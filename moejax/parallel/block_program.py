@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
@@ -92,7 +93,12 @@ class BlockProgram:
     # --- in two pieces ---------------------------------------------------------------------------------------------
 
     def split(self) -> list[Shape]:
-        """Cuts the pull in two, once; returns shape and dtype of each array between the pieces."""
+        """Shape and dtype of each array between the two pieces of the pull."""
+        self._cut()
+        return self._between
+
+    def _cut(self) -> tuple[core.Jaxpr, core.Jaxpr, list[Any]]:
+        """The two pieces, made once, and their constants."""
         if self._pieces is None:
             found: dict[str, Any] = {}
 
@@ -111,21 +117,19 @@ class BlockProgram:
             self._between = [Shape(v.aval.shape, v.aval.dtype) for v in between]
             pieces = _slice(jaxpr, [dx, *between], jaxpr.invars), _slice(jaxpr, weights, [*residuals, *between])
             self._pieces = (*pieces, [*outer, *inner])
-        return self._between
+        return self._pieces
 
     def pull_input(
         self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
         """(dx, between)."""
-        self.split()
-        first, _, constants = self._pieces
+        first, _, constants = self._cut()
         dx, *between = run(first, [*constants, *self._rebuild(params, known, kept), dy])
         return dx, between
 
     def pull_weight(self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]) -> Any:
         """d_params."""
-        self.split()
-        _, second, constants = self._pieces
+        _, second, constants = self._cut()
         leaves = run(second, [*constants, *self._rebuild(params, known, kept), *between])
         return jax.tree.unflatten(self._weights, leaves)
 
@@ -150,7 +154,7 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 def _inner(equation: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
     inside = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return (inside.jaxpr, inside.consts) if isinstance(inside, core.ClosedJaxpr) else (inside, [])
+    return (inside.jaxpr, inside.consts) if hasattr(inside, "consts") else (inside, [])
 
 
 def _dear(equation: core.JaxprEqn) -> bool:
