@@ -65,7 +65,7 @@ def draw(options: argparse.Namespace) -> int:
     pipe = config.parallel.pipeline
     wanted = options.schedule or pipe.table
     if wanted is None:
-        wanted = pipe.schedule.value if pipe.chunks is None else f"{pipe.schedule.value}:{pipe.chunks}"
+        wanted = f"{pipe.schedule}" if pipe.chunks is None else f"{pipe.schedule}:{pipe.chunks}"
     stages = parse_mesh(config.parallel.mesh).pp
     schedules = [read_schedule(text.strip(), stages, pipe.microbatches) for text in str(wanted).split(",")]
     costs = read_costs(options.costs)

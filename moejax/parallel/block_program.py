@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import Array
-from jax.core import eval_jaxpr
 from jax.extend import core
 from jaxtyping import PyTree
 
@@ -93,7 +93,12 @@ class BlockProgram:
     # --- in two pieces ---------------------------------------------------------------------------------------------
 
     def split(self) -> list[Shape]:
-        """Cuts the pull in two, once; returns shape and dtype of each array between the pieces."""
+        """Shape and dtype of each array between the two pieces of the pull."""
+        self._cut()
+        return self._between
+
+    def _cut(self) -> tuple[core.Jaxpr, core.Jaxpr, list[Any]]:
+        """The two pieces, made once, and their constants."""
         if self._pieces is None:
             found: dict[str, Any] = {}
 
@@ -112,23 +117,19 @@ class BlockProgram:
             self._between = [Shape(v.aval.shape, v.aval.dtype) for v in between]
             pieces = _slice(jaxpr, [dx, *between], jaxpr.invars), _slice(jaxpr, weights, [*residuals, *between])
             self._pieces = (*pieces, [*outer, *inner])
-        return self._between
+        return self._pieces
 
     def pull_input(
         self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
         """(dx, between)."""
-        self.split()
-        assert self._pieces is not None
-        first, _, constants = self._pieces
+        first, _, constants = self._cut()
         dx, *between = run(first, [*constants, *self._rebuild(params, known, kept), dy])
         return dx, between
 
     def pull_weight(self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]) -> Any:
         """d_params."""
-        self.split()
-        assert self._pieces is not None
-        _, second, constants = self._pieces
+        _, second, constants = self._cut()
         leaves = run(second, [*constants, *self._rebuild(params, known, kept), *between])
         return jax.tree.unflatten(self._weights, leaves)
 
@@ -225,7 +226,7 @@ def _cheapest(
 
 
 def run(jaxpr: core.Jaxpr, values: Sequence[Any]) -> list[Any]:
-    return list(eval_jaxpr(jaxpr, (), *values))
+    return list(jax.core.eval_jaxpr(jaxpr, (), *values))
 
 
 def run_opened(jaxpr: core.Jaxpr, values: Sequence[Any]) -> list[Any]:
