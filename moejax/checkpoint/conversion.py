@@ -53,7 +53,7 @@ def import_hf(src: Path, dst: Path, verify: Path | None = None) -> Report:
     dtype = "float32" if folder.main_dtype == "F32" else "bfloat16"
     length = folder.config.get("max_position_embeddings") or 2048
     config = run_config(folder.model, dst, dtype=dtype, sequence_length=length, tokenizer=tokenizer)
-    origin = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
+    origin: dict[str, Any] = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
     origin["dtypes"] = {name: dtype for name, dtype in folder.dtypes.items() if dtype != folder.main_dtype}
     with whole_or_nothing(dst) as partial:
         state = {"step": jnp.zeros((), jnp.int32), "master": folder.import_params()}

@@ -2,6 +2,7 @@
 wrong."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from moejax import convert
+from moejax.accounting import parameter_counts
 from moejax.checkpoint import hf_config, hf_names, olmo_core, pieces
 from moejax.checkpoint.arrays import named_leaves
 from moejax.checkpoint.huggingface import HFFolder
@@ -55,6 +57,14 @@ def test_config_there_and_back(kind):
     model = hf_config.import_config(hf_settings(kind))
     back = hf_config.import_config(hf_config.export_config(model, kind, dtype="float32"))
     assert hf_config.same_architecture(model, back)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_accounting_counts_every_weight(kind):
+    model = hf_config.import_config(hf_settings(kind))
+    assert parameter_counts(model).total == sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model))
+    )
 
 
 def test_shards_on_a_mesh_hold_the_same_weights(tmp_path: Path):
