@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from moejax import config as c
-from moejax.checkpoint.pieces import Index, Piece, assemble, check_tensors, whole
+from moejax.checkpoint.mapping import Index, Piece, assemble, check_tensors, whole
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import convert
 from moejax.accounting import parameter_counts
-from moejax.checkpoint import hf_config, hf_names, olmo_core, pieces
+from moejax.checkpoint import hf_config, hf_names, mapping, olmo_core
 from moejax.checkpoint.arrays import named_leaves
 from moejax.checkpoint.huggingface import HFFolder
 from moejax.checkpoint.saved_model import SavedModel
@@ -204,7 +204,7 @@ def test_nothing_is_left_of_what_fails_on_the_way(tmp_path: Path, monkeypatch):
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pieces, "_place", no_space)
+    monkeypatch.setattr(mapping, "_place", no_space)
     with pytest.raises(UserError, match="no space left on device"):
         convert.main(["hf", str(folder), str(tmp_path / "run")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "hf", "ids.npz"]
