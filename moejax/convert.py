@@ -11,6 +11,7 @@ DST is written whole, read back and compared, or not at all. `--verify ids.npz` 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moejax import cli
 from moejax.errors import UserError
@@ -20,7 +21,9 @@ from moejax.mesh import prepare_devices
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog="python -m moejax.convert", description=(__doc__ or "").split("\n\n", 1)[0])
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=cli.Parser)
-    verify = dict(type=Path, metavar="ids.npz", help="compare logits: arrays `ids` [B, S] and `logits` [B, S, V]")
+    verify: dict[str, Any] = dict(
+        type=Path, metavar="ids.npz", help="compare logits: arrays `ids` [B, S] and `logits` [B, S, V]"
+    )
     for kind, what in (("hf", "a Hugging Face folder"), ("olmo-core", "an Olmo-core 3 checkpoint")):
         one = kinds.add_parser(kind, help=f"import {what}")
         one.add_argument("src", type=Path)

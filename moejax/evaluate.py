@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for task, path in tasks.items()
     ]
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if texts:
         table = Table("text", "tokens", "bytes", "nats/token", "perplexity", "bits/byte", box=None)
         for t in texts:

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoint import hf_config, pieces
+from moejax.checkpoint import hf_config, mapping
 from moejax.checkpoint.arrays import Tensor, named_leaves
 from moejax.checkpoint.huggingface import CONFIG, SPELLED, HFFolder, export_folder, read_json
+from moejax.checkpoint.mapping import Piece
 from moejax.checkpoint.olmo_core_folder import OlmoCoreFolder
-from moejax.checkpoint.pieces import Piece
 from moejax.checkpoint.safetensors_file import DTYPES
 from moejax.checkpoint.saved_model import ORIGIN, SavedModel, abstract_state, run_config, whole_or_nothing, write_run
 from moejax.config import ModelConfig
@@ -53,7 +53,7 @@ def import_hf(src: Path, dst: Path, verify: Path | None = None) -> Report:
     dtype = "float32" if folder.main_dtype == "F32" else "bfloat16"
     length = folder.config.get("max_position_embeddings") or 2048
     config = run_config(folder.model, dst, dtype=dtype, sequence_length=length, tokenizer=tokenizer)
-    origin = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
+    origin: dict[str, Any] = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
     origin["dtypes"] = {name: dtype for name, dtype in folder.dtypes.items() if dtype != folder.main_dtype}
     with whole_or_nothing(dst) as partial:
         state = {"step": jnp.zeros((), jnp.int32), "master": folder.import_params()}
@@ -151,7 +151,7 @@ def export_hf(
             raise AssertionError("the exported config describes another model")  # a fault of ours
         leaves = named_leaves(params)
         for piece in table:
-            wanted = pieces.take(leaves, piece).astype(DTYPES[back.dtypes[piece.name]])
+            wanted = mapping.take(leaves, piece).astype(DTYPES[back.dtypes[piece.name]])
             if not _same_bits(back.read(piece.name), wanted):
                 raise UserError(
                     f"{dst}: tensor {piece.name} did not come back as it was written; the disk may be faulty."
@@ -217,7 +217,7 @@ def _compare(table: list[Piece], leaves: Mapping[str, Any], read: Callable[[str]
     """Every tensor of the source against what was restored."""
     for piece in table:
         source = read(piece.name).reshape(piece.shape).astype(np.float32)
-        if not _same_bits(pieces.take(leaves, piece), source):
+        if not _same_bits(mapping.take(leaves, piece), source):
             raise UserError(f"Tensor {piece.name} of {src} did not come back as it was read; the disk may be faulty.")
 
 

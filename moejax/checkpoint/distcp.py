@@ -28,6 +28,8 @@ PART = 16 * 2**20  # bytes read at a time
 class _Record:
     """Stands in for a dataclass of torch: keeps its state, does nothing."""
 
+    state: Any
+
     def __init__(self, *arguments: Any):
         self.arguments = arguments
 

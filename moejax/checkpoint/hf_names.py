@@ -8,7 +8,7 @@ are one, up first. Names as transformers 5.12 writes them; olmo3moe as Ai2's `mo
 
 from collections.abc import Iterator
 
-from moejax.checkpoint.pieces import Index, Piece, whole
+from moejax.checkpoint.mapping import Index, Piece, whole
 from moejax.config import ModelConfig, NormPlacement, QKNorm
 
 TRANSPOSED = (1, 0)

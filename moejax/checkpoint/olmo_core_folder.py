@@ -15,7 +15,7 @@ import numpy as np
 
 from moejax.checkpoint import olmo_core
 from moejax.checkpoint.distcp import METADATA, DistributedCheckpoint
-from moejax.checkpoint.pieces import Piece, assemble, check_tensors
+from moejax.checkpoint.mapping import Piece, assemble, check_tensors
 from moejax.config import ModelConfig
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params

@@ -2,6 +2,7 @@
 wrong."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from moejax import convert
-from moejax.checkpoint import hf_config, hf_names, olmo_core, pieces
+from moejax.accounting import parameter_counts
+from moejax.checkpoint import hf_config, hf_names, mapping, olmo_core
 from moejax.checkpoint.arrays import named_leaves
 from moejax.checkpoint.huggingface import HFFolder
 from moejax.checkpoint.saved_model import SavedModel
@@ -55,6 +57,14 @@ def test_config_there_and_back(kind):
     model = hf_config.import_config(hf_settings(kind))
     back = hf_config.import_config(hf_config.export_config(model, kind, dtype="float32"))
     assert hf_config.same_architecture(model, back)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_accounting_counts_every_weight(kind):
+    model = hf_config.import_config(hf_settings(kind))
+    assert parameter_counts(model).total == sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model))
+    )
 
 
 def test_shards_on_a_mesh_hold_the_same_weights(tmp_path: Path):
@@ -194,7 +204,7 @@ def test_nothing_is_left_of_what_fails_on_the_way(tmp_path: Path, monkeypatch):
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pieces, "_place", no_space)
+    monkeypatch.setattr(mapping, "_place", no_space)
     with pytest.raises(UserError, match="no space left on device"):
         convert.main(["hf", str(folder), str(tmp_path / "run")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "hf", "ids.npz"]
