@@ -114,11 +114,7 @@ def _place(leaf: Any, pieces: Sequence[Piece], read: Callable[[str], np.ndarray]
     shape = tuple(leaf.shape)
     sharding: Sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     shards: dict[tuple[slice, ...], np.ndarray] = {}
-<<<<<<< HEAD:moejax/checkpoint/pieces.py
-    homes: list[tuple[Any, tuple[slice, ...]]] = []
-=======
     homes: list[tuple[Any, tuple[slice, ...]]] = []  # device, its part
->>>>>>> wt-m:moejax/checkpoint/mapping.py
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(slice(*i.indices(n)[:2]) for i, n in zip(index or (), shape, strict=True))
         homes.append((device, bounds))

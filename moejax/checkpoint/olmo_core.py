@@ -16,12 +16,8 @@ from typing import Any
 import numpy as np
 
 from moejax import config as c
-<<<<<<< HEAD
-from moejax.checkpoint.pieces import Index, Piece, assemble, check_tensors, whole
-from moejax.config_moe import validate_moe
-=======
 from moejax.checkpoint.mapping import Index, Piece, assemble, check_tensors, whole
->>>>>>> wt-m
+from moejax.config_moe import validate_moe
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
 from moejax.moe.router import SIGMOID_EPSILON

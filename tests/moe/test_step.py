@@ -1,4 +1,4 @@
-"""Expert parallelism in the train step: statistics add up, rounds change nothing, the score bias moves and is kept."""
+"""Expert parallelism inside the train step: statistics add up, rounds change nothing, a score bias is kept."""
 
 import jax
 import numpy as np

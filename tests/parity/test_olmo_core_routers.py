@@ -1,7 +1,6 @@
 """Routers of the released Olmo-core 3.0.0 beyond its recipe: their settings are imported, and the logits are the same.
 
-The fixtures are the inputs, weights and logits of `OLMoDDPModel` in fp32 (two layers, d=32), by the golden
-script.
+The fixtures are the inputs, weights and logits of its `OLMoDDPModel` in fp32, on CPU: two layers, d=32.
 """
 
 import json
