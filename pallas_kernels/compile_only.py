@@ -234,8 +234,8 @@ def _compile_layer(
         hidden_rows = jax.nn.silu(gemm(x, gate, sizes)) * gemm(x, up, sizes)
         return jnp.sum(gemm(hidden_rows, down, sizes).astype(jnp.float32) ** 2)[None]
 
-    def layer(*operands):
-        value, pullback = jax.vjp(lambda x, gate, up, down: loss(x, gate, up, down, operands[-1]), *operands[:-1])
+    def layer(x, gate, up, down, sizes):
+        value, pullback = jax.vjp(lambda x, gate, up, down: loss(x, gate, up, down, sizes), x, gate, up, down)
         return value, pullback(jnp.ones_like(value))
 
     into, out_of = (experts, width, hidden), (experts, hidden, width)

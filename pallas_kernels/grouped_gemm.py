@@ -167,8 +167,8 @@ def _run(road: str, implementation: str, *operands: Array, **options: bool) -> A
     if implementation != "auto":
         return of(implementation)(*operands)
     lhs, other, _ = operands
-    platforms = {platform: of(name) for platform, name in _AUTO.items()}
-    platforms["cuda"] = of(_auto_on_cuda(lhs.dtype, lhs.shape[1], *other.shape[1:]))
+    names = _AUTO | {"cuda": _auto_on_cuda(lhs.dtype, lhs.shape[1], *other.shape[1:])}
+    platforms = {platform: of(name) for platform, name in names.items() if name != _AUTO_ELSEWHERE}
     return lax.platform_dependent(*operands, default=of(_AUTO_ELSEWHERE), **platforms)
 
 

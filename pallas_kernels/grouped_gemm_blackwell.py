@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, keep_rows, store_rows, store_tile
+from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, await_last, keep_rows, store_rows, store_tile
 from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, fit_columns, group_steps, row_tiles
 
 _DRIVE, _STORE, _MASK = 0, 1, 2  # warpgroups
@@ -53,16 +53,21 @@ def grouped_gemm_blackwell(
         loaded, consumed, multiplied, stored = barriers
         warpgroup = lax.axis_index("warpgroup")
 
-        def for_each_tile(body: Callable[..., None]) -> None:
+        def for_each_tile(body: Callable[..., None]) -> tuple[Array, Array]:
             """body(slot, first row, first column, steps, steps done before, accumulators used before)."""
 
-            @plgpu.nd_loop((total[0] * column_tiles,), collective_axes="sm", init_carry=(jnp.int32(0), jnp.int32(0)))
-            def _(loop: plgpu.NDLoopInfo, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            loop_over = plgpu.nd_loop(
+                (total[0] * column_tiles,), collective_axes="sm", init_carry=(jnp.int32(0), jnp.int32(0))
+            )
+
+            def tile(loop: plgpu.NDLoopInfo, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 slot, column = plgpu.planar_snake(loop.index[0], (total[0], column_tiles), 0, tiles.panel)
                 tile_steps = jnp.where(groups[slot] < num_groups, jnp.int32(steps), jnp.int32(0))
                 start = octets[slot] * OCTET
                 body(slot, start, column * tiles.columns, tile_steps, *carry)
                 return _advance(carry, tile_steps)
+
+            return loop_over(tile)
 
         @pl.when(warpgroup == _DRIVE)
         def _() -> None:
@@ -88,7 +93,7 @@ def grouped_gemm_blackwell(
 
                 _multiply_steps(operands, acc, barriers, done, used, tile_steps, tiles)
 
-            _in_two_warps(lambda: for_each_tile(load), lambda: for_each_tile(multiply))
+            _in_two_warps(load, multiply, for_each_tile, consumed, stored, tiles.stages)
 
         @pl.when(warpgroup == _STORE)
         def _() -> None:
@@ -145,17 +150,20 @@ def grouped_gemm_weight_grad_blackwell(
         loaded, consumed, multiplied, stored = barriers
         warpgroup = lax.axis_index("warpgroup")
 
-        def for_each_tile(body: Callable[..., None]) -> None:
+        def for_each_tile(body: Callable[..., None]) -> tuple[Array, Array]:
             """body(group, first row of the result, first column, steps, steps done, accumulators used before)."""
             grid, start = (num_groups, row_blocks * column_tiles), (jnp.int32(0), jnp.int32(0))
 
-            @plgpu.nd_loop(grid, collective_axes="sm", init_carry=start)
-            def _(loop: plgpu.NDLoopInfo, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            loop_over = plgpu.nd_loop(grid, collective_axes="sm", init_carry=start)
+
+            def tile(loop: plgpu.NDLoopInfo, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 group, tile = loop.index
                 block, column = plgpu.planar_snake(tile, (row_blocks, column_tiles), 0, tiles.panel)
                 row = block * tiles.rows
                 body(group, row, column * tiles.columns, steps[group], *carry)
                 return _advance(carry, steps[group])
+
+            return loop_over(tile)
 
         def foreign_rows(group: Array, step: Array) -> tuple[Array, Array, Array]:
             """Whether a step holds rows of other groups, and the range of its rows that are this group's."""
@@ -191,7 +199,7 @@ def grouped_gemm_weight_grad_blackwell(
 
                 _multiply_steps(operands, acc, barriers, done, used, tile_steps, tiles)
 
-            _in_two_warps(lambda: for_each_tile(load), lambda: for_each_tile(multiply))
+            _in_two_warps(load, multiply, for_each_tile, consumed, stored, tiles.stages)
 
         @pl.when(warpgroup == _STORE)
         def _() -> None:
@@ -272,11 +280,25 @@ def _advance(carry: tuple[Array, Array], steps: Array) -> tuple[Array, Array]:
     return done + steps, used + (steps > 0).astype(jnp.int32)
 
 
-def _in_two_warps(tma: Callable[[], None], mma: Callable[[], None]) -> None:
+def _in_two_warps(
+    load: Callable[..., None],
+    multiply: Callable[..., None],
+    for_each_tile: Callable[[Callable[..., None]], tuple[Array, Array]],
+    consumed: Any,
+    stored: Any,
+    stages: int,
+) -> None:
     @plgpu.warp_map
     def _(warp: Array) -> None:
-        pl.when(warp == _TMA_WARP)(tma)
-        pl.when(warp == _MMA_WARP)(mma)
+        @pl.when(warp == _TMA_WARP)
+        def _() -> None:
+            done, _ = for_each_tile(load)
+            await_last(consumed, done, stages)
+
+        @pl.when(warp == _MMA_WARP)
+        def _() -> None:
+            _, used = for_each_tile(multiply)
+            await_last(stored, used, _ACCUMULATORS)
 
 
 def _load_steps(

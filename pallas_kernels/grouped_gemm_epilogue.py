@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -79,3 +79,15 @@ def keep_rows(ref: Any, begin: Array, end: Array) -> None:
     """Zero in the rows of SMEM outside [begin, end), by a select, so that NaN goes as well."""
     index = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA)
     ref[...] = jnp.where((index >= begin) & (index < end), ref[...], jnp.zeros((), ref.dtype))
+
+
+def await_last(barriers: Any, arrivals: Array, count: int) -> None:
+    """At the end of a kernel: the last round of a ring of `count` barriers that has seen `arrivals` arrivals in all.
+
+    Nobody needs these stages any more, but a barrier must not be arrived at after its block has ended.
+    """
+
+    def wait(n: Array, _: None) -> None:
+        plgpu.barrier_wait(barriers.at[lax.rem(n, jnp.int32(count))])
+
+    lax.fori_loop(jnp.maximum(arrivals - count, 0), arrivals, wait, None)

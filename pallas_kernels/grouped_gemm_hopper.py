@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, keep_rows, store_rows, store_tile
+from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, await_last, keep_rows, store_rows, store_tile
 from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, fit_columns, group_steps, row_tiles
 
 COMPUTE_WARPGROUPS = 2
@@ -56,14 +56,18 @@ def grouped_gemm_hopper(
     def kernel(groups, octets, begins, ends, total, lhs, rhs, out, lhs_smem, rhs_smem, whole, part, loaded, consumed):
         warpgroup = lax.axis_index("warpgroup")
 
-        def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> None:
-            @plgpu.nd_loop((total[0] * column_tiles,), collective_axes="sm", init_carry=jnp.int32(0))
-            def _(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
+        def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> Array:
+            """Returns the steps of all tiles together."""
+            loop_over = plgpu.nd_loop((total[0] * column_tiles,), collective_axes="sm", init_carry=jnp.int32(0))
+
+            def tile(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
                 slot, column = plgpu.planar_snake(loop.index[0], (total[0], column_tiles), 0, tiles.panel)
                 tile_steps = jnp.where(groups[slot] < num_groups, jnp.int32(steps), jnp.int32(0))
                 start = octets[slot] * OCTET
                 body(slot, start, column * tiles.columns, tile_steps, carry)
                 return carry + tile_steps
+
+            return loop_over(tile)
 
         @pl.when(warpgroup == _MEMORY_WARPGROUP)
         def _load() -> None:
@@ -84,7 +88,7 @@ def grouped_gemm_hopper(
 
                 lax.fori_loop(0, tile_steps, step, None)
 
-            for_each_tile(tile)
+            await_last(consumed, for_each_tile(tile), tiles.stages)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
@@ -149,16 +153,20 @@ def grouped_gemm_weight_grad_hopper(
     def kernel(octets, begins, ends, steps, lhs, grad, out, lhs_smem, grad_smem, whole, loaded, consumed, masked):
         warpgroup = lax.axis_index("warpgroup")
 
-        def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> None:
+        def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> Array:
+            """Returns the steps of all tiles together."""
             grid = (num_groups, row_blocks * column_tiles)
 
-            @plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
-            def _(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
+            loop_over = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
+
+            def tile(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
                 group, tile = loop.index
                 block, column = plgpu.planar_snake(tile, (row_blocks, column_tiles), 0, tiles.panel)
                 row = block * tiles.rows
                 body(group, row, column * tiles.columns, steps[group], carry)
                 return carry + steps[group]
+
+            return loop_over(tile)
 
         @pl.when(warpgroup == _MEMORY_WARPGROUP)
         def _load() -> None:
@@ -180,7 +188,7 @@ def grouped_gemm_weight_grad_hopper(
 
                 lax.fori_loop(0, tile_steps, step, None)
 
-            for_each_tile(tile)
+            await_last(consumed, for_each_tile(tile), tiles.stages)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
