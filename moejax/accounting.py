@@ -94,11 +94,12 @@ def block_parameters(model: ModelConfig, layer: int) -> ParameterCounts:
     common = ParameterCounts(attention=projections + _biases(model), norms=block_norms + qk_norms)
     if layer < model.n_dense_layers:
         return common + ParameterCounts(dense=_swiglu(d, model.dense_width))
+    mixing = d * moe.shared_experts if moe.shared_hidden and moe.shared_experts > 1 else 0
     return common + ParameterCounts(
-        router=d * moe.num_experts,
+        router=d * moe.num_experts + (moe.num_experts if moe.router.bias else 0) + mixing,
         experts=moe.top_k * _swiglu(d, moe.hidden),
         idle_experts=(moe.num_experts - moe.top_k) * _swiglu(d, moe.hidden),
-        shared=_swiglu(d, moe.shared_hidden) + (d if moe.shared_gate else 0),
+        shared=moe.shared_experts * _swiglu(d, moe.shared_hidden) + (d if moe.shared_gate else 0),
     )
 
 

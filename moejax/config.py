@@ -16,17 +16,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moejax.errors import UserError
+from moejax.config_fields import option as option
+from moejax.config_fields import require as require
+from moejax.config_moe import Assignment as Assignment
+from moejax.config_moe import BalanceGranularity as BalanceGranularity
+from moejax.config_moe import ExpertsConfig as ExpertsConfig
+from moejax.config_moe import Gating as Gating
+from moejax.config_moe import Granularity as Granularity
+from moejax.config_moe import MoEConfig as MoEConfig
+from moejax.config_moe import Overflow as Overflow
+from moejax.config_moe import PoolConfig as PoolConfig
+from moejax.config_moe import RouterConfig as RouterConfig
+from moejax.config_moe import ScoreBias as ScoreBias
+from moejax.config_moe import Transport as Transport
+from moejax.config_moe import validate_experts, validate_moe
 
 FULL_ATTENTION = -1  # in window patterns
-
-
-def option(default: Any, sentence: str) -> Any:
-    """A field with a default and the sentence that `--help` prints for it."""
-    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
-        factory = type(default) if dataclasses.is_dataclass(default) else lambda: type(default)(default)
-        return dataclasses.field(default_factory=factory, metadata={"help": sentence})
-    return dataclasses.field(default=default, metadata={"help": sentence})
 
 
 class NormPlacement(enum.StrEnum):
@@ -49,38 +54,39 @@ class AttentionImplementation(enum.StrEnum):
     cudnn = "cudnn"
 
 
-class Gating(enum.StrEnum):
-    softmax = "softmax"
-    sigmoid = "sigmoid"
-
-
-class Assignment(enum.StrEnum):
-    learned = "learned"
-    random = "random"  # scores drawn anew for every token: throughput runs
-    uniform = "uniform"  # round robin: perfectly balanced throughput runs
-
-
-class BalanceGranularity(enum.StrEnum):
-    """Over which tokens the counts and mean scores of the load-balancing loss are taken."""
-
-    batch = "batch"  # the whole microbatch, on all devices: the same value on every mesh
-    instance = "instance"  # each sequence by itself
-    local = "local"  # this device's part of the microbatch, as Olmo-core's local_batch: depends on the mesh
-
-
-class Transport(enum.StrEnum):
-    auto = "auto"  # local when ep=1, rowwise otherwise
-    local = "local"
-    rowwise = "rowwise"
-
-
 # Values that are no Python names, so the functional form: ScheduleName("1f1b").
-ScheduleName = enum.StrEnum("ScheduleName", ["gpipe", "1f1b"])
+ScheduleName = enum.StrEnum(
+    "ScheduleName", ["gpipe", "1f1b", "1f1b_lockstep", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"]
+)
+
+
+class Stash(enum.StrEnum):
+    """What a stage keeps of a microbatch between its forward and its backward."""
+
+    inputs = "inputs"  # its input; the backward runs the stage again
+    residuals = "residuals"  # what the backward needs, weights and what is cheap to compute again left out
+    named = "named"  # the inputs of blocks, and the regions that parallel.regions keeps
+
+
+class PipelineMode(enum.StrEnum):
+    switch = "switch"  # a stage runs its own op and nothing in idle ticks
+    masked = "masked"  # every stage runs every op of the tick and keeps its own: the same control flow everywhere
+
+
+class PipelineEnds(enum.StrEnum):
+    stages = "stages"  # embedding on the first stage, head and loss on the last
+    sharded = "sharded"  # both on all stages, cut by vocabulary
 
 
 class Recompute(enum.StrEnum):
     none = "none"  # keep every residual of the microbatch in backward
-    block = "block"  # keep block inputs only, run each block's forward again in its backward
+    block = "block"  # keep block inputs and the experts chosen, run each block's forward again in its backward
+    named = "named"  # as block, but keep the regions that parallel.regions keeps
+
+
+class Region(enum.StrEnum):
+    keep = "keep"
+    recompute = "recompute"
 
 
 class Dtype(enum.StrEnum):
@@ -123,32 +129,6 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class RouterConfig:
-    gating: Gating = option(Gating.softmax, "How logits become scores.")
-    normalize: float | None = option(1.0, "Divide the K weights by their p-norm, this p; null leaves them as they are.")
-    restore_scale: bool = option(True, "Multiply the K weights by K, so that normalised weights sum to K.")
-    weight_scale: float = option(1.0, "Extra factor on the K weights.")
-    assignment: Assignment = option(Assignment.learned, "learned, or random / uniform for throughput runs.")
-    lb_loss: float = option(0.005, "Weight of the load-balancing loss; 0 turns it off.")
-    lb_granularity: BalanceGranularity = option(
-        BalanceGranularity.batch, "Tokens over which balance is measured: batch, instance or local."
-    )
-    z_loss: float = option(2e-4, "Weight of the router z-loss (squared log-sum-exp of the logits).")
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    num_experts: int = option(32, "Routed experts per MoE layer.")
-    top_k: int = option(4, "Experts per token.")
-    hidden: int = option(128, "Hidden width of one routed expert.")
-    shared_hidden: int = option(128, "Hidden width of the shared expert that sees every token; 0: none.")
-    shared_gate: bool = option(
-        False, "Scale the shared expert's output by sigmoid of a learned projection of its input, as Qwen2-MoE."
-    )
-    router: RouterConfig = option(RouterConfig(), "The router and its losses.")
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     d_model: int = option(128, "Width of the residual stream.")
     n_layers: int = option(4, "Blocks, dense ones included.")
@@ -170,7 +150,7 @@ class ModelConfig:
     @property
     def dense_width(self) -> int:
         """Hidden width of a dense block."""
-        active = self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
+        active = self.moe.top_k * self.moe.hidden + self.moe.shared_experts * self.moe.shared_hidden
         return active if self.dense_hidden is None else self.dense_hidden
 
     @property
@@ -194,16 +174,34 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
-    transport: Transport = option(Transport.auto, "How tokens reach experts on other devices: auto, local or rowwise.")
-
-
-@dataclass(frozen=True)
 class PipelineConfig:
-    schedule: ScheduleName = option(ScheduleName("1f1b"), "Order of forwards and backwards on the stages.")
+    schedule: ScheduleName = option(
+        ScheduleName("1f1b"),
+        "Order of forwards and backwards: gpipe, 1f1b, 1f1b_lockstep, interleaved_1f1b, zero_bubble or zero_bubble_v.",
+    )
+    table: str | None = option(None, "CSV file of a schedule of your own (docs/pipeline.md); it replaces schedule.")
+    chunks: int | None = option(
+        None, "Pieces of the model on each stage; null: 2 for interleaved_1f1b and zero_bubble_v, else 1."
+    )
     microbatches: int = option(
         4, "Parts of the batch that go through the pipeline one after the other; also without pp."
     )
+    stash: Stash = option(Stash.inputs, "What stays between a forward and its backward: inputs, residuals or named.")
+    mode: PipelineMode = option(
+        PipelineMode.switch, "switch: idle ticks cost nothing; masked: every stage runs every op of a tick."
+    )
+    ends: PipelineEnds = option(
+        PipelineEnds.stages, "Embedding and head on the first and last stage (stages), or cut over all (sharded)."
+    )
+
+
+@dataclass(frozen=True)
+class RegionsConfig:
+    """What blocks keep for their backward where it is by name (recompute=named, stash=named): keep or recompute."""
+
+    attention: Region = option(Region.keep, "What attention puts out, before its output projection.")
+    dispatch: Region = option(Region.recompute, "Token rows as they arrive at their experts.")
+    hidden: Region = option(Region.recompute, "The first product of every MLP and expert, before SwiGLU.")
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,10 @@ class ParallelConfig:
     )
     experts: ExpertsConfig = option(ExpertsConfig(), "Expert parallelism.")
     pipeline: PipelineConfig = option(PipelineConfig(), "Pipeline parallelism and gradient accumulation.")
-    recompute: Recompute = option(Recompute.none, "What backward computes again instead of keeping: none or block.")
+    recompute: Recompute = option(
+        Recompute.none, "What a block's backward computes again instead of keeping: none, block or named."
+    )
+    regions: RegionsConfig = option(RegionsConfig(), "What named keeps.")
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,6 @@ class Config:
     run: RunConfig = option(RunConfig(), "Where it is written.")
 
 
-def require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise UserError(sentence)
-
-
 def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     """(field, value) of every number with a fraction, those in lists too."""
     for field in dataclasses.fields(section):
@@ -310,7 +306,7 @@ def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def validate(config: Config) -> Config:
     """Refuse impossible combinations, one sentence each; what depends on the mesh is checked by `mesh.check_fit`."""
-    model, attention, moe, router = config.model, config.model.attention, config.model.moe, config.model.moe.router
+    model, attention = config.model, config.model.attention
     for name, value in _numbers(config):
         require(math.isfinite(value), f"{name}={value} must be a finite number.")
     positive = {
@@ -320,10 +316,6 @@ def validate(config: Config) -> Config:
         "model.attention.n_heads": attention.n_heads,
         "model.attention.n_kv_heads": attention.n_kv_heads,
         "model.attention.head_dim": attention.head_dim,
-        "model.moe.num_experts": moe.num_experts,
-        "model.moe.top_k": moe.top_k,
-        "model.moe.hidden": moe.hidden,
-        "model.moe.router.weight_scale": router.weight_scale,
         "model.attention.rope_theta": attention.rope_theta,
         "model.norm_eps": model.norm_eps,
         "model.init_std": model.init_std,
@@ -338,11 +330,8 @@ def validate(config: Config) -> Config:
     for name, value in positive.items():
         require(value > 0, f"{name}={value} must be greater than 0.")
     not_negative = {
-        "model.moe.shared_hidden": moe.shared_hidden,
         "model.n_dense_layers": model.n_dense_layers,
         "model.z_loss": model.z_loss,
-        "model.moe.router.lb_loss": router.lb_loss,
-        "model.moe.router.z_loss": router.z_loss,
         "optimizer.learning_rate": config.optimizer.learning_rate,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.clip": config.optimizer.clip,
@@ -377,21 +366,10 @@ def validate(config: Config) -> Config:
         model.n_dense_layers <= model.n_layers,
         f"model.n_dense_layers={model.n_dense_layers} is more than there are layers, model.n_layers={model.n_layers}.",
     )
-    require(
-        moe.top_k <= moe.num_experts,
-        f"model.moe.top_k={moe.top_k} is larger than model.moe.num_experts={moe.num_experts}; "
-        "a token cannot have more experts than there are.",
-    )
-    require(
-        moe.shared_hidden > 0 or not moe.shared_gate,
-        "model.moe.shared_gate=true needs a shared expert; set model.moe.shared_hidden to its width.",
-    )
     for name, width in {"model.dense_hidden": model.dense_hidden, "model.embed_scale": model.embed_scale}.items():
         require(width is None or width > 0, f"{name}={width} must be greater than 0, or null for its default.")
-    require(
-        router.normalize is None or router.normalize > 0,
-        f"model.moe.router.normalize={router.normalize} must be a norm p > 0, or null.",
-    )
+    validate_moe(model.moe)
+    validate_experts(config.parallel.experts)
     for name, beta in zip(("first", "second"), config.optimizer.betas, strict=True):
         require(0 <= beta < 1, f"optimizer.betas: the {name}, {beta}, is not in [0, 1).")
     for name, seed in {"train.seed": config.train.seed, "data.seed": config.data.seed}.items():
@@ -417,6 +395,18 @@ def validate(config: Config) -> Config:
         f"data.weights has {len(data.weights)} entries for {len(data.paths)} data.paths; one weight a path, or none.",
     )
     require(all(w > 0 for w in data.weights), f"data.weights={list(data.weights)} must all be greater than 0.")
+    pipe, recompute = config.parallel.pipeline, config.parallel.recompute
+    require(
+        pipe.stash != Stash.residuals or recompute == Recompute.none,
+        f"parallel.pipeline.stash=residuals keeps what parallel.recompute={recompute} would compute again; "
+        "set recompute=none, or stash=named.",
+    )
+    require(
+        pipe.stash != Stash.named or recompute != Recompute.block,
+        "parallel.pipeline.stash=named keeps what parallel.regions says, and parallel.recompute=block nothing; "
+        "set recompute=named.",
+    )
+    require(pipe.chunks is None or pipe.chunks > 0, f"parallel.pipeline.chunks={pipe.chunks} must be greater than 0.")
     length, batch, parts = data.sequence_length, config.train.batch_tokens, config.parallel.pipeline.microbatches
     require(
         batch % (length * parts) == 0,

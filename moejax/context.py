@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 if TYPE_CHECKING:
     from moejax.moe.dispatch import Transport
+
+DRAWS = ("scores", "jitter", "pool")
 
 
 def _identity(x: Any) -> Any:
@@ -31,7 +33,9 @@ class Context:
     batch_tokens: fp32 scalar; tokens of this microbatch on all devices, padding left out.
     transport: how token rows reach their experts.
     sum_over_data: sums an array over the devices that hold other tokens of this microbatch; identity on one device.
-    key: for random routing; folded with the layer by the caller.
+    key: for whatever is drawn (random routing, jitter, pools); folded with the layer by the caller.
+    score_bias: fp32[layers, E], of the router's choice (`config.ScoreBias`); of one layer, [E], after `for_layer`.
+    training: whether jitter and random pools apply.
     """
 
     segment_ids: Int[Array, "B S"]
@@ -42,21 +46,41 @@ class Context:
     transport: "Transport"
     sum_over_data: Callable[[Any], Any] = _identity
     key: Array | None = None
+    score_bias: Float[Array, "*layers E"] | None = None
+    training: bool = False
 
     @property
     def valid_T(self) -> Bool[Array, "T"]:
         return self.segment_ids.reshape(-1) >= 0
 
     def for_layer(self, layer: Int[Array, ""]) -> "Context":
-        return self if self.key is None else replace(self, key=jax.random.fold_in(self.key, layer))
+        """What of it is another for each layer, counted in the model, dense ones included."""
+        key = None if self.key is None else jax.random.fold_in(self.key, layer)
+        bias = None if self.score_bias is None else lax.dynamic_index_in_dim(self.score_bias, layer, keepdims=False)
+        return replace(self, key=key, score_bias=bias)
+
+    def draw(self, sample: Callable[[Array, tuple[int, ...]], Array], shape: tuple[int, ...], what: str) -> Array:
+        """[T, *shape] of random values, by sequence: the same on every mesh, and the same again in recompute.
+
+        sample(key, shape); what: "scores", "jitter" or "pool": draws of different kinds do not repeat each other.
+        """
+        assert self.key is not None, f"drawing {what} needs Context.key"
+        length, key = self.segment_ids.shape[1], jax.random.fold_in(self.key, DRAWS.index(what))
+        keys_B = jax.vmap(lambda i: jax.random.fold_in(key, i))(self.sequence_ids)
+        return jax.vmap(lambda key: sample(key, (length, *shape)))(keys_B).reshape(-1, *shape)
 
 
-def single_device_context(segment_ids: Int[Array, "B S"], positions: Int[Array, "B S"] | None = None) -> Context:
-    """The context of a batch that stands whole on one device, every token counted."""
+def single_device_context(
+    segment_ids: Int[Array, "B S"],
+    positions: Int[Array, "B S"] | None = None,
+    score_bias: Float[Array, "L E"] | None = None,
+) -> Context:
+    """The context of a batch that stands whole on one device, every token counted; score_bias: a row for each layer."""
     from moejax.moe.dispatch import Local  # here, since transports import this module's neighbours
 
     batch, length = segment_ids.shape
     count = jnp.sum(segment_ids >= 0).astype(jnp.float32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    return Context(segment_ids, positions, jnp.arange(batch, dtype=jnp.int32), count, count, Local())
+    sequences = jnp.arange(batch, dtype=jnp.int32)
+    return Context(segment_ids, positions, sequences, count, count, Local(), score_bias=score_bias)

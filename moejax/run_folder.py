@@ -2,7 +2,7 @@
 
 import fcntl
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -12,14 +12,16 @@ from moejax.errors import UserError
 from moejax.observe.append_file import write_error
 
 # What may change between two starts of one run without making its weights those of another model
-NOT_THE_MODEL = ("moe.router.lb_", "moe.router.z_loss", "z_loss", "init_std", "attention.implementation")
+NOT_THE_MODEL = ("model.moe.router.lb_", "model.moe.router.z_loss", "model.z_loss", "model.init_std")
+NOT_THE_MODEL += ("model.attention.implementation",)
 
 
 class RunFolder:
-    """The folder of one run, held by one process at a time. Raises UserError: read-only, full, in use, another model."""
+    """The folder of one run, held by one process at a time. Raises UserError: read-only, full, in use."""
 
     def __init__(self, config: Config):
         self.path = Path(config.run.dir) / config.run.name
+        self._config_file = self.path / "config.yaml"
         self._lock: IO[str] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -29,31 +31,49 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"Another process is training in {self.path}; give this run another run.name.") from None
+            self.close()
+            raise UserError(
+                f"Another process is training in {self.path}; wait for it, or give this run a name of its own with "
+                "run.name=NAME."
+            ) from None
 
-    def take_config(self, config: Config) -> list[str]:
-        """Write config.yaml; compare with the one that is there. Returns what differs, apart from where and how it runs.
+    def changes(self, config: Config) -> list[str]:
+        """`field: old -> new` for every setting that differs from those the run was last started with.
 
-        Raises UserError naming the fields if the model differs: its weights could not be taken up.
+        Raises UserError naming the fields if the model differs: the saved weights could not be taken up.
         """
-        file, new, changed = self.path / "config.yaml", config_io.to_dict(config), []
-        if file.exists():
-            old = yaml.safe_load(file.read_text())
-            changed = config_io.differences(old, new)
-            of_model = config_io.differences(old.get("model", {}), new["model"])
-            shaping = [line for line in of_model if not line.startswith(NOT_THE_MODEL)]
-            if shaping:
-                raise UserError(
-                    f"The run in {self.path} has another model ({'; '.join('model.' + line for line in shaping)}); "
-                    "give this run another run.name, or go back to the old settings."
-                )
+        if not self._config_file.exists():
+            return []
         try:
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(config_io.to_yaml(config))
-            temporary.replace(file)
-        except OSError as error:
-            raise write_error(file, error) from error
+            old: Any = yaml.safe_load(self._config_file.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            old = error
+        if not isinstance(old, dict):
+            raise UserError(
+                f"{self._config_file}, the settings this run was started with, cannot be read; delete it if you are "
+                "sure of yours, or start anew with run.name=NAME."
+            )
+        # a field that did not exist when the run was started had what is the default now
+        changed = config_io.differences(
+            {**config_io.flatten(config_io.to_dict(Config())), **config_io.flatten(old)},
+            config_io.flatten(config_io.to_dict(config)),
+        )
+        other = [line for line in changed if line.startswith("model.") and not line.startswith(NOT_THE_MODEL)]
+        if other:
+            raise UserError(
+                f"The run in {self.path} was started with another model ({'; '.join(other)}); give this one a name of "
+                "its own with run.name=NAME, or go back to the old settings."
+            )
         return changed
+
+    def write_config(self, config: Config) -> None:
+        """Write config.yaml, whole or not at all. Raises UserError: read-only, full."""
+        try:
+            temporary = self._config_file.with_suffix(".tmp")
+            temporary.write_text(config_io.to_yaml(config))
+            temporary.replace(self._config_file)
+        except OSError as error:
+            raise write_error(self._config_file, error) from error
 
     def close(self) -> None:
         if self._lock:

@@ -2,7 +2,7 @@
 
     StepMetrics --plain_metrics--> numbers --> metrics.jsonl and other writers, the progress display
 
-The metrics of a step are fetched only after the next step has been started, so that the devices never wait for the host.
+The metrics of a step are fetched only after the next step was started, so that the devices never wait for the host.
 """
 
 from typing import Any
@@ -13,32 +13,28 @@ import numpy as np
 from moejax.accounting import flops_per_token
 from moejax.config import Config
 from moejax.errors import UserError
-from moejax.observe.load_map import load_statistics
 from moejax.observe.progress import Progress
+from moejax.observe.routing import GerrymanderAlarm, routing_metrics
 from moejax.observe.throughput import Throughput
 from moejax.observe.writers import Writers
 from moejax.parallel.step import StepMetrics
 
 
 def plain_metrics(metrics: StepMetrics) -> dict[str, Any]:
-    """Numbers and lists, fp32 values unchanged. Waits for the step.
+    """Numbers and lists, fp32 values unchanged, counts as integers. Waits for the step.
 
     loss: nats a token; z_loss, auxiliary_loss: weighted; gradient_norm: before clipping; tokens: non-ignored ones.
-    With MoE layers, lists by layer: load_max_over_mean, load_balancing_loss and router_z_loss (unweighted, per token),
-    dead_experts, and expert_counts (by layer, then expert); load_imbalance is the largest load_max_over_mean.
+    With MoE layers, lists by layer: those of `observe.routing.routing_metrics`, and expert_counts (by layer, then
+    expert); load_imbalance is the largest load_max_over_mean.
     """
     host = jax.device_get(metrics)
     plain: dict[str, Any] = {name: value.item() for name, value in host._asdict().items() if name != "routing"}
     if host.routing is not None:
-        counts = np.asarray(host.routing.counts)
-        load = load_statistics(counts)
+        by_layer = routing_metrics(host.routing)
         plain |= {
-            "load_imbalance": max(load["max_over_mean"]),
-            "load_max_over_mean": load["max_over_mean"],
-            "dead_experts": load["dead_experts"],
-            "load_balancing_loss": host.routing.balance.tolist(),
-            "router_z_loss": host.routing.z.tolist(),
-            "expert_counts": counts.tolist(),
+            "load_imbalance": max(by_layer["load_max_over_mean"]),
+            **by_layer,
+            "expert_counts": host.routing.counts.astype(np.int64).tolist(),
         }
     return plain
 
@@ -56,6 +52,7 @@ class StepReport:
         self.throughput = Throughput(config.train.batch_tokens, flops, config.train.steps)
         self._waiting: tuple[int, StepMetrics] | None = None
         self._timing = False
+        self._alarm = GerrymanderAlarm()
 
     def start(self, step: int) -> None:
         if not self._timing:
@@ -98,8 +95,12 @@ class StepReport:
             learning_rate=plain["learning_rate"],
             seconds_left=rates.seconds_left if rates else None,
         )
+        if "gerrymander_index" in plain:
+            for sentence in self._alarm.update(plain["gerrymander_index"], plain["load_max_over_mean"]):
+                self.progress.say(sentence)
         if not np.isfinite(plain["loss"]) or not np.isfinite(plain["gradient_norm"]):
             raise UserError(
-                f"The loss or gradient of step {step} is not a finite number; the last checkpoint is untouched: "
-                "start again from it with a lower optimizer.learning_rate, or a stronger optimizer.clip."
+                f"Step {step} has loss {plain['loss']} and gradient norm {plain['gradient_norm']}, and nothing of it "
+                "was saved; give the same command again with a lower optimizer.learning_rate or optimizer.clip: it "
+                "goes on from the last checkpoint, or from the beginning if there is none."
             )

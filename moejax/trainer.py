@@ -4,13 +4,13 @@
     metrics = trainer.step()           one optimizer step by hand
     trainer.run()                      to the end, with progress, metrics, checkpoints and signals
 
-A run folder holds `config.yaml`, `metrics.jsonl`, `log.txt` and `checkpoints/`; the same name resumes. Without a folder
-(`Trainer(config, folder=None)`) nothing is written, as in a notebook.
+A run folder holds `config.yaml`, `metrics.jsonl`, `log.txt`, `checkpoints/`, and `profile/` if one was asked for; the
+same name resumes. Without a folder (`Trainer(config, folder=None)`) nothing is written, as in a notebook.
 """
 
 import contextlib
-import io
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,30 +31,33 @@ from moejax.errors import UserError
 from moejax.mesh import make_mesh, parse_mesh
 from moejax.models.transformer import Transformer
 from moejax.observe.log import open_log
+from moejax.observe.profile import ProfiledSteps
 from moejax.observe.progress import Progress
 from moejax.observe.writers import open_writers
 from moejax.parallel.step import StepMetrics, TrainProgram
 from moejax.run_folder import RunFolder
-from moejax.signals import Interruption
+from moejax.signals import Agreement, Interruption, signal_name
 from moejax.step_report import StepReport, plain_metrics
 
 
 class Text(NamedTuple):
-    """The text of a run: its tokenizer, the training batches of this process, and the held-out windows (None: none)."""
+    """The text of a run: its tokenizer, the training batches of this process, how many sequences there are to train on,
+    and the held-out ones (None: none)."""
 
     tokenizer: Tokenizer
     batches: Loader
+    sequences: int
     held_out: PackedWindows | None
 
 
 def open_text(config: Config, host: int, hosts: int) -> Text:
-    """Tokenise (once, cached), cut and shuffle the text that `config.data` names; part `host` of `hosts` of each batch."""
+    """Tokenise (once, cached), cut, shuffle the text that `config.data` names; part `host` of `hosts` of each batch."""
     data, length = config.data, config.data.sequence_length
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of data.tokenizer={data.tokenizer}; "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}."
+            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
+            f"data.tokenizer={data.tokenizer}; set model.vocab_size to at least {tokenizer.vocab_size}."
         )
     groups = [[path] for path in data.paths] if data.weights else [list(data.paths)]
     corpora = [open_corpus(paths, tokenizer, data.cache_dir, vocab_size=config.model.vocab_size) for paths in groups]
@@ -62,8 +65,9 @@ def open_text(config: Config, host: int, hosts: int) -> Text:
     def windows(corpus: list[Any], split: str) -> PackedWindows:
         return PackedWindows(corpus, length, split=split, validation_fraction=data.validation_fraction)
 
+    training = [windows(corpus, "train") for corpus in corpora]
     batches = Loader(
-        [windows(corpus, "train") for corpus in corpora],
+        training,
         global_batch_size=config.train.batch_tokens // length,
         seed=data.seed,
         weights=list(data.weights) or None,
@@ -73,7 +77,7 @@ def open_text(config: Config, host: int, hosts: int) -> Text:
     held_out = None
     if data.validation_fraction > 0 and config.train.eval_batches:
         held_out = windows(list(itertools.chain(*corpora)), "validation")
-    return Text(tokenizer, batches, held_out)
+    return Text(tokenizer, batches, sum(map(len, training)), held_out)
 
 
 class Trainer:
@@ -88,17 +92,26 @@ class Trainer:
         self.mesh = make_mesh(parse_mesh(config.parallel.mesh)) if mesh is None else mesh
         self.program = TrainProgram(config, self.mesh)
         self.is_writer = jax.process_index() == 0
-        self.folder = RunFolder(config) if folder == "auto" and self.is_writer else None
-        self.changed = self.folder.take_config(config) if self.folder else []
-        self.text = open_text(config, *self.program.data_shard())
-        self.checkpoints = None
-        if folder == "auto":
-            self.checkpoints = Checkpoints(
-                Path(config.run.dir) / config.run.name / "checkpoints", config.checkpoint.keep
-            )
-        self.resumed_from = self._resume() if self.checkpoints else None
-        if self.resumed_from is None:
-            self.state = self.program.init()
+        self.folder: RunFolder | None = None
+        self.checkpoints: Checkpoints | None = None
+        self.changed: list[str] = []
+        with contextlib.ExitStack() as opened:
+            self.text = open_text(config, *self.program.data_shard())
+            opened.callback(self.text.batches.close)
+            if folder == "auto":
+                path = Path(config.run.dir) / config.run.name
+                if self.is_writer:
+                    self.folder = RunFolder(config)
+                    opened.callback(self.folder.close)
+                self.checkpoints = Checkpoints(path / "checkpoints", config.checkpoint.keep)
+                opened.callback(self.checkpoints.close)
+            self.resumed_from = self._resume()
+            if self.resumed_from is None:
+                self.state = self.program.init()
+            if self.folder:  # not before the old run has been taken up: a refusal changes nothing on disk
+                self.folder.write_config(config)
+            self._opened = opened.pop_all()
+        self._saved_step = self.resumed_from
         self.step_number = self.resumed_from or 0
 
     # --- one step at a time ----------------------------------------------------------------------------------------
@@ -123,20 +136,25 @@ class Trainer:
         held_out = one_pass(self.text.held_out, global_batch_size=size, host_index=host, host_count=hosts)
         total, tokens = 0.0, 0.0
         for batch in itertools.islice(held_out, self.config.train.eval_batches):
-            loss, count = self.program.evaluate(self.state.params, self.program.place_batch(batch))
+            placed = self.program.place_batch(batch)
+            loss, count = self.program.evaluate(self.state.params, placed, self.state.score_bias)
             total, tokens = total + float(loss), tokens + float(count)
         return total / tokens
 
     def model(self) -> Transformer:
         """The model as one Flax module with the current fp32 weights, in model order."""
-        return Transformer(self.config.model, self.program.portable(self.state).master)
+        portable = self.program.portable(self.state)
+        return Transformer(self.config.model, portable.master, score_bias=portable.score_bias)
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, *, wait: bool = False) -> None:
         """A checkpoint of the state, the position in the data, and the config; asynchronous unless `wait`."""
-        if self.checkpoints is None or self.step_number in self.checkpoints.steps():
-            if self.checkpoints is not None and wait:
+        if self.checkpoints is None:
+            return
+        # not asked of the disk: processes that see it at different moments must come to the same answer
+        if self.step_number == self._saved_step:
+            if wait:
                 self.checkpoints.wait()
             return
         record = {
@@ -146,34 +164,37 @@ class Trainer:
             "moejax": moejax.__version__,
         }
         self.checkpoints.save(self.step_number, self.program.portable(self.state), record, wait=wait)
+        self._saved_step = self.step_number
 
     def _resume(self) -> int | None:
-        assert self.checkpoints is not None
-        step = self.checkpoints.latest()
-        if step is None:
+        step = self.checkpoints.latest() if self.checkpoints else None
+        if self.checkpoints is None or step is None:
             return None
+        if self.folder:
+            self.changed = self.folder.changes(self.config)
         target = self.program.portable_target()
         saved = {name.split("/")[0] for name in self.checkpoints.read_manifest(step).tensors}
         if "first_moment" in saved:
             portable, record = self.checkpoints.restore(target)
             self.state = self.program.from_portable(portable)
         else:  # an imported model: weights alone, so the optimizer starts anew
-            weights, record = self.checkpoints.restore({"master": target.master}, subset=True)
-            self.state = self.program.with_params(weights["master"])
+            wanted = {name: getattr(target, name) for name in ("master", "score_bias") if name in saved}
+            weights, record = self.checkpoints.restore(wanted, subset=True)
+            self.state = self.program.with_params(weights["master"], weights.get("score_bias"))
         if record["data"] is not None:
             self.text.batches.set_state(record["data"])
         return int(self.state.step)
 
     # --- the whole run ---------------------------------------------------------------------------------------------
 
-    def run(self) -> Interruption | None:
-        """Train to `train.steps`; returns the signal that ended it earlier, if one did, after saving."""
+    def run(self) -> int:
+        """Train to `train.steps`. Returns the signal that ended it earlier, after saving; 0 if none did."""
         config = self.config
         folder = self.folder.path if self.folder else None
         with contextlib.ExitStack() as stack:
             if folder:
                 stack.enter_context(open_log(folder))
-            progress = stack.enter_context(self._progress())
+            progress = stack.enter_context(self._progress(stack))
             writers = None
             if folder:
                 kinds = [writer.value for writer in config.run.writers]
@@ -181,23 +202,46 @@ class Trainer:
             for sentence in self.describe():
                 progress.say(sentence)
             if self.step_number >= config.train.steps:
-                progress.say(f"The run has reached step {self.step_number} already; raise train.steps to go on.")
-                return None
-            interruption = stack.enter_context(Interruption())
+                progress.say(
+                    f"The run has reached step {self.step_number} already; give train.steps=N with a larger N to go on."
+                )
+                return 0
+            interruption = stack.enter_context(self._interruption(progress))
+            agreement = Agreement(self.mesh)
+            profile = stack.enter_context(ProfiledSteps(config.train.profile, folder and folder / "profile"))
             report = StepReport(config, progress, writers)
-            while self.step_number < config.train.steps and not interruption.asked:
+            left = 0
+            while self.step_number < config.train.steps:
+                left = agreement(interruption.signal)
+                if left:
+                    break
                 report.start(self.step_number)
+                profile.before_step(self.step_number)
                 report.finish(self.step_number + 1, self.advance())
+                if profile.stops_after(self.step_number):
+                    report.flush()
+                    profile.stop()
                 self._between_steps(report, progress)
             report.flush()
-            if interruption.asked:
-                progress.say(
-                    f"{interruption.name}: saving step {self.step_number}; the same command goes on from there."
-                )
-            else:
+            if not left:
                 self._say_evaluation(report)
             self.save(wait=True)
-            return interruption if interruption.asked else None
+            if folder:
+                then = "the same command goes on from there." if left else "the run is finished."
+                progress.say(f"Step {self.step_number} is saved in {folder}; {then}")
+            return left
+
+    def _interruption(self, progress: Progress) -> Interruption:
+        def heard(number: int) -> None:
+            progress.say(
+                f"{signal_name(number)}: the step under way is finished, then saved; a second one leaves at once."
+            )
+
+        def leaving(number: int) -> None:
+            progress.say(f"{signal_name(number)}: left at once; the same command goes on from the last checkpoint.")
+            progress.__exit__()  # gives the terminal its cursor back
+
+        return Interruption(heard, leaving)
 
     def _between_steps(self, report: StepReport, progress: Progress) -> None:
         every = self.config.train.eval_every
@@ -214,12 +258,13 @@ class Trainer:
         if loss is not None:
             report.evaluation(self.step_number, loss)
 
-    def _progress(self) -> Progress:
-        stream = None if self.is_writer else io.StringIO()
+    def _progress(self, stack: contextlib.ExitStack) -> Progress:
+        stream = None if self.is_writer else stack.enter_context(open(os.devnull, "w"))
         return Progress(
             self.config.train.steps,
             self.step_number,
             stream,
+            is_terminal=None if self.step_number < self.config.train.steps else False,  # no bar over a finished run
             log_every=self.config.run.log_every,
             byte_tokens=self.config.data.tokenizer == "bytes",
         )
@@ -230,7 +275,8 @@ class Trainer:
         device = self.mesh.devices.flat[0]
         kind = "simulated CPU device" if device.platform == "cpu" else device.device_kind
         plural = "s" if self.mesh.size > 1 else ""
-        yield f"{self.mesh.size} {kind}{plural}, mesh {program.shape}; jax {jax.__version__}."
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        yield f"{self.mesh.size} {kind}{plural}{processes}, mesh {program.shape}; jax {jax.__version__}."
         counts = parameter_counts(c.model)
         yield (
             f"Model: {counts.total / 1e6:,.2f}M parameters, {counts.active / 1e6:,.2f}M active per token, "
@@ -238,9 +284,18 @@ class Trainer:
         )
         if c.model.n_moe_layers:
             yield (
-                f"Experts: {c.model.moe.num_experts}, {c.model.moe.top_k} per token; transport {program.transport.name}, "
-                f"receive buffer {program.receive_buffer_rows():,} rows a device, the most that can arrive: nothing is dropped."
+                f"Experts: {c.model.moe.num_experts}, {c.model.moe.top_k} per token; transport "
+                f"{program.transport.name}, receive buffer {program.receive_buffer_rows():,} rows a device, "
+                f"overflow {c.parallel.experts.overflow.value}."
             )
+            if program.shape.ep > 1:
+                yield program.choice.table()
+        held_out = f"{len(self.text.held_out):,}" if self.text.held_out else "none"
+        epochs = c.train.steps * c.train.batch_tokens / c.data.sequence_length / self.text.sequences
+        yield (
+            f"Text: {self.text.sequences:,} sequences of {c.data.sequence_length} tokens, {held_out} held out; "
+            f"{c.train.steps:,} steps are {epochs:.3g} times through it."
+        )
         yield (
             f"Batch: {c.train.batch_tokens:,} tokens in {c.parallel.pipeline.microbatches} microbatches, "
             f"schedule {program.schedule.name}, recompute {c.parallel.recompute.value}."
@@ -251,11 +306,8 @@ class Trainer:
             yield f"Resuming from step {self.resumed_from}."
 
     def close(self) -> None:
-        self.text.batches.close()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        if self.folder:
-            self.folder.close()
+        """Waits for the checkpoint that is being written, and lets go of the run folder. Safe to call twice."""
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

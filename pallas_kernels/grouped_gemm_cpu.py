@@ -87,7 +87,7 @@ def grouped_gemm_weight_grad_loop(lhs_RD: Array, grad_RF: Array, group_sizes_E: 
 
     def outer(lhs: Array, grad: Array) -> Array:
         # Transposed by itself, not folded into the dot: XLA:CPU's fast dots contract the last axis of their left side
-        # only, and the other kind takes a sixth longer over 64 rows and computes bfloat16 in float32.
+        # only, and the other kind takes a sixth longer over 64 rows (2026-11) and computes bfloat16 in float32.
         lhs_transposed = lax.optimization_barrier(lhs.T)
         return lax.dot_general(lhs_transposed, grad, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 

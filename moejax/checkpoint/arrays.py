@@ -10,6 +10,7 @@ which it refuses, exist in the names only.
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ def _silence(unraisable: Any, show: Callable[[Any], object] = sys.unraisablehook
 for _logger in ("absl", "asyncio"):
     logging.getLogger(_logger).addFilter(_OrbaxNoise())
 sys.unraisablehook = _silence
+warnings.filterwarnings("ignore", r"coroutine '\w*(serialize|cancellable)\w*.* was never awaited", RuntimeWarning)
 
 
 class Tensor(NamedTuple):

@@ -39,7 +39,7 @@ class _Record:
         self.state = state
 
     def field(self, name: str) -> Any:
-        return self.state[name]
+        return self.state[name]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class _Tensors(_Record):

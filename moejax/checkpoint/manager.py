@@ -203,7 +203,7 @@ class Checkpoints:
                 staging = self.directory / f"{name}{SAVING}"
                 staging.mkdir()
                 manifest.write_flushed(staging / RECORD, record)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self._discard(self.directory / f"{name}{SAVING}" if name else None)
                 name, failure = "", error
         name = _from_every_process(name)[0]
@@ -285,7 +285,7 @@ class Checkpoints:
     def _refusal(self, step: int, error: BaseException) -> UserError | None:
         """The sentence for what the file system refused; None for anything else, a fault of the program."""
         code = _errno(error)
-        if code is None:
+        if code is None or not isinstance(error, Exception):
             return None
         try:
             last = self.latest()

@@ -6,8 +6,7 @@
 
 Settings are the arguments of the released model builder (`MoERouterConfigV2` options by their own names). Whatever is
 asked for and cannot be expressed here is refused by name. Every tensor is accounted for: none left over, none invented.
-Names and shapes: Olmo-core 3.0.0 `nn/ddp/block.py`, `nn/moe/v2`; the router is stored flat, experts pack up before
-gate.
+Names and shapes: Olmo-core 3.0.0 `nn/ddp/block.py`, `nn/moe/v2`; the router is flat, experts pack up before gate.
 """
 
 import math
@@ -18,8 +17,10 @@ import numpy as np
 
 from moejax import config as c
 from moejax.checkpoint.mapping import Index, Piece, assemble, check_tensors, whole
+from moejax.config_moe import validate_moe
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
+from moejax.moe.router import SIGMOID_EPSILON
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -33,6 +34,14 @@ DEFAULTS: dict[str, Any] = dict(
     restore_weight_scale=True,
     expert_weight_scale=None,
     original_top_k=None,
+    bias=False,
+    bias_gamma=None,
+    score_correction_bias=False,
+    n_group=None,
+    topk_group=None,
+    jitter_eps=None,
+    sigmoid_stability_epsilon=SIGMOID_EPSILON,
+    global_load_balancing=False,
     lb_loss_weight=0.005,
     lb_loss_granularity="local_batch",
     z_loss_weight=2e-4,
@@ -66,19 +75,41 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
     for name in ("random", "uniform"):
         if known[f"{name}_expert_assignment"]:
             assignment = c.Assignment(name)
-    scale = known["expert_weight_scale"] or 1.0
-    if known["original_top_k"]:
-        scale *= math.sqrt(known["original_top_k"] / known["top_k"])
+    if (known["n_group"] is None) != (known["topk_group"] is None):
+        raise UserError("The Olmo-core settings n_group and topk_group go together; one of them is missing.")
+    if known["gating_function"] == "sigmoid" and known["sigmoid_stability_epsilon"] != SIGMOID_EPSILON:
+        raise UserError(
+            f"The Olmo-core setting sigmoid_stability_epsilon={known['sigmoid_stability_epsilon']!r} cannot be "
+            f"imported; {SIGMOID_EPSILON} can."
+        )
+    score_bias = c.ScoreBias.fixed if known["score_correction_bias"] else c.ScoreBias.none
+    if known["bias_gamma"]:
+        score_bias = c.ScoreBias.sign
     router = c.RouterConfig(
         gating=_one_of(c.Gating, "gating_function", known["gating_function"]),
         normalize=known["normalize_expert_weights"],
         restore_scale=bool(known["restore_weight_scale"]),
-        weight_scale=scale,
+        weight_scale=known["expert_weight_scale"] or 1.0,
+        original_top_k=known["original_top_k"],
+        bias=bool(known["bias"]),
+        jitter=known["jitter_eps"] or 0.0,
+        groups=known["n_group"] or 1,
+        top_groups=known["topk_group"] or 1,
+        score_bias=score_bias,
+        score_bias_rate=known["bias_gamma"] or 0.0,
         assignment=assignment,
         lb_loss=known["lb_loss_weight"] or 0.0,
-        lb_granularity=_granularity(known["lb_loss_granularity"]),
+        lb_granularity=_granularity(known["lb_loss_granularity"], known["global_load_balancing"]),
         z_loss=known["z_loss_weight"] or 0.0,
     )
+    moe = c.MoEConfig(
+        num_experts=known["experts"],
+        top_k=known["top_k"],
+        hidden=known["hidden"],
+        shared_hidden=known["hidden"] if known["shared"] else 0,
+        router=router,
+    )
+    validate_moe(moe)
     return c.ModelConfig(
         d_model=known["d"],
         n_layers=known["layers"],
@@ -98,13 +129,7 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
             qk_norm=c.QKNorm.head,
             rope_theta=500_000.0,
         ),
-        moe=c.MoEConfig(
-            num_experts=known["experts"],
-            top_k=known["top_k"],
-            hidden=known["hidden"],
-            shared_hidden=known["hidden"] if known["shared"] else 0,
-            router=router,
-        ),
+        moe=moe,
     )
 
 
@@ -116,13 +141,41 @@ def _one_of(kind: Any, name: str, value: Any) -> Any:
         raise UserError(f"The Olmo-core setting {name}={value!r} cannot be imported; there are {known}.") from None
 
 
-def _granularity(value: Any) -> c.BalanceGranularity:
+def _granularity(value: Any, over_all_devices: bool) -> c.BalanceGranularity:
     if value not in GRANULARITY:
         raise UserError(
             f"The Olmo-core setting lb_loss_granularity={value!r} cannot be imported; "
             f"there are {', '.join(GRANULARITY)}."
         )
-    return GRANULARITY[value]
+    if not over_all_devices:
+        return GRANULARITY[value]
+    if value != "local_batch":
+        raise UserError(f"The Olmo-core setting global_load_balancing does not go with lb_loss_granularity={value!r}.")
+    return c.BalanceGranularity.batch
+
+
+def import_score_bias(model: c.ModelConfig, buffers: Tensors) -> np.ndarray | None:
+    """fp32[L, E] by MoE layer, from the buffers beside the weights; None for a router without one.
+
+    Raises UserError for one that is missing, left over, or not of E numbers.
+    """
+    names = []
+    if model.moe.router.score_bias != c.ScoreBias.none:
+        layers = range(model.n_dense_layers, model.n_layers)
+        names = [f"blocks.{layer}.routed_experts_router.score_bias" for layer in layers]
+    for wrong, what in (
+        (set(names) - set(buffers), "lacks"),
+        (set(buffers) - set(names), "has, and the model has not,"),
+    ):
+        if wrong:
+            raise UserError(f"The Olmo-core checkpoint {what} the buffer {min(wrong)}.")
+    rows = [np.asarray(buffers[name], np.float32) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if row.shape != (model.moe.num_experts,):
+            raise UserError(
+                f"The Olmo-core buffer {name} has shape {row.shape}; the model has {model.moe.num_experts} experts."
+            )
+    return np.stack(rows) if rows else None
 
 
 def pieces(model: c.ModelConfig, *, fused: bool = False) -> list[Piece]:
@@ -172,6 +225,8 @@ def _block(model: c.ModelConfig, layer: int, fused: bool) -> Iterator[Piece]:
     if not dense:
         e, f = moe.num_experts, moe.hidden
         yield piece("routed_experts_router.weight", (e, d), "moe/router/w", whole((d, e)), (1, 0))
+        if moe.router.bias:
+            yield piece("routed_experts_router.bias", (e,), "moe/router/b", whole((e,)))
         up_gate = whole((e, d, 2 * f))
         yield piece("routed_experts.w_up_gate", (e, 2 * f, d), "moe/experts/w_up_gate", up_gate, (0, 2, 1))
         yield piece("routed_experts.w_down", (e, f, d), "moe/experts/w_down", whole((e, f, d)))

@@ -355,7 +355,8 @@ def _readable_write_errors(cache_dir: Path) -> Iterator[None]:
         else:
             raise
         raise UserError(
-            f"cannot write the token cache {cache_dir} ({error.strerror}): {problem} or set another cache folder."
+            f"cannot write the token cache {cache_dir} ({error.strerror}): {problem} or set another cache folder with "
+            "data.cache_dir=FOLDER."
         ) from error
 
 

@@ -1,14 +1,18 @@
 """Attention: grouped queries, QK norm, rotary positions, documents and windows kept apart by one mask.
 
-    x_BSD --w_qkv (+ b_qkv)--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
+    x_BSD --w_qkv (+ b_qkv)--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary-->
+    softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
 
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, QKNorm
@@ -37,11 +41,11 @@ def attention_mask(segment_ids: Int[Array, "B S"], window: Int[Array, ""] | None
     return (near & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
 
 
-def choose_implementation(wanted: AttentionImplementation, dtype: jnp.dtype) -> str:
+def choose_implementation(wanted: AttentionImplementation, dtype: Any) -> Literal["xla", "cudnn"]:
     """`auto` is cuDNN's flash attention on a GPU in bf16, XLA's everywhere else."""
-    if wanted != AttentionImplementation.auto:
-        return wanted.value
-    return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    if wanted == AttentionImplementation.auto:
+        return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    return "cudnn" if wanted == AttentionImplementation.cudnn else "xla"
 
 
 class Attention(nnx.Module):
@@ -78,4 +82,5 @@ class Attention(nnx.Module):
         mask = attention_mask(context.segment_ids, window if self.windowed else None)
         implementation = choose_implementation(self.config.implementation, x.dtype)
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
         return jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype))

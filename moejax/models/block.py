@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 from moejax.config import ModelConfig, NormPlacement
 from moejax.context import Context
 from moejax.models.attention import Attention
-from moejax.models.mlp import MLP, GatedMLP
+from moejax.models.mlp import MLP
 from moejax.models.norms import RMSNorm
 from moejax.moe.layer import Auxiliary, MoELayer
+from moejax.moe.router import Routing
 
 
 class Block(nnx.Module):
@@ -28,8 +29,6 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         if moe:
             self.moe = MoELayer(config, rngs=rngs)
-            if config.moe.shared_gate:
-                self.moe.shared = GatedMLP(config.d_model, config.moe.shared_hidden, config.init_std, rngs=rngs)
         else:
             self.mlp = MLP(config.d_model, config.dense_width, config.init_std, rngs=rngs)
         self.is_moe = moe
@@ -53,9 +52,7 @@ class Block(nnx.Module):
         self, attend: Callable[[Array], Array], x: Float[Array, "B S D"], context: Context
     ) -> tuple[Float[Array, "B S D"], Auxiliary | None]:
         """The block around a given attention, [B, S, D] to [B, S, D]: decoding has one with a cache."""
-        with jax.named_scope("attention"):
-            attended = attend(self._norm("attention_in_norm", x))
-            h = x + self._norm("attention_out_norm", attended)
+        h = self._attended(attend, x)
         with jax.named_scope("moe" if self.is_moe else "mlp"):
             inside = self._norm("mlp_in_norm", h)
             if self.is_moe:
@@ -64,3 +61,13 @@ class Block(nnx.Module):
             else:
                 out, auxiliary = self.mlp(inside), None
             return h + self._norm("mlp_out_norm", out).astype(jnp.result_type(h)), auxiliary
+
+    def route(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Routing:
+        """Where an MoE block sends the tokens of its input."""
+        h = self._attended(lambda inside: self.attention(inside, context, window), x)
+        inside = self._norm("mlp_in_norm", h)
+        return self.moe.router(inside.reshape(-1, inside.shape[-1]), context)
+
+    def _attended(self, attend: Callable[[Array], Array], x: Array) -> Array:
+        with jax.named_scope("attention"):
+            return x + self._norm("attention_out_norm", attend(self._norm("attention_in_norm", x)))

@@ -2,8 +2,8 @@
 
     ids_BS --table--> * scale --norm--> x_BSD  ...blocks...  x_BSD --norm--> logits_BSV --> sum of cross entropy + z
 
-Logits are fp32 and never stand whole in memory: the loss and its gradient are computed over runs of tokens at once, since
-the loss is a scalar and its gradient is known in the same pass (as fused linear cross entropy kernels do).
+Logits are fp32 and never stand whole in memory: the loss and its gradient are computed over runs of tokens at once,
+since the loss is a scalar and its gradient is known in the same pass (as fused linear cross entropy kernels do).
 """
 
 import math
@@ -96,7 +96,7 @@ def _chunked(x_TD: Array, labels_T: Array, vocab: int) -> tuple[Array, Array]:
 def linear_cross_entropy(
     x_TD: Float[Array, "T D"], w_DV: Float[Array, "D V"], labels_T: Int[Array, "T"], z_weight: float
 ) -> tuple[Float[Array, ""], HeadLoss]:
-    """sum_t [logsumexp(x_t w) - (x_t w)_label + z_weight logsumexp(x_t w)^2] over labels != IGNORED, fp32, and its parts.
+    """sum_t [lse(x_t w) - (x_t w)_label + z_weight lse(x_t w)^2] over labels != IGNORED, fp32, and its parts.
 
     Only the first output has a gradient. Peak extra memory: LOGIT_BYTES of logits, and an fp32 gradient of w.
     """

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from moejax.models.parameters import weight
@@ -11,7 +12,7 @@ from moejax.models.parameters import weight
 
 def swiglu(up_gate: Float[Array, "*batch F2"]) -> Float[Array, "*batch F"]:
     """up * silu(gate); the packed input holds up first, then gate, as Olmo-core's `w_up_gate`."""
-    up, gate = jnp.split(up_gate, 2, axis=-1)
+    up, gate = jnp.split(checkpoint_name(up_gate, "hidden"), 2, axis=-1)
     return up * jax.nn.silu(gate)
 
 

@@ -73,7 +73,7 @@ def parts(config: ModelConfig) -> Parts:
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """fp32 weights, a function of the key and the layer alone: jit it with any out_shardings, the values are the same."""
+    """fp32 weights, a function of key and layer alone: jitted with any out_shardings, the values are the same."""
     p = parts(config)
     # layers take fold_in(key, layer); the ends come after any layer there could be
     params = {
@@ -123,11 +123,14 @@ class Transformer(nnx.Module):
         model = Transformer(config.model, params)       # params from init_params, a checkpoint, or an importer
         logits = model(ids)                             # fp32[B, S, V]
 
-    compute: dtype of activations.
+    compute: dtype of activations. score_bias: fp32[L, E], by MoE layer; of routers that choose by one.
     """
 
-    def __init__(self, config: ModelConfig, params: PyTree[Array], compute: Any = jnp.float32):
+    def __init__(
+        self, config: ModelConfig, params: PyTree[Array], compute: Any = jnp.float32, score_bias: Any | None = None
+    ):
         self.config = config
+        self.score_bias = None if score_bias is None else nnx.Variable(jnp.asarray(score_bias, jnp.float32))
         self.compute = compute
         self.params = nnx.data(jax.tree.map(nnx.Param, params))
 
@@ -146,5 +149,33 @@ class Transformer(nnx.Module):
         segment_ids = jnp.zeros_like(ids) if segment_ids is None else segment_ids
         embedding = p.embedding(params["embedding"])
         x = embedding(jnp.asarray(ids), self.compute)
-        x, auxiliary = forward(self.config, params, x, single_device_context(segment_ids))
+        bias = None
+        if self.score_bias is not None:  # a row for each layer, dense ones included
+            bias = jnp.pad(self.score_bias[...], ((self.config.n_dense_layers, 0), (0, 0)))
+        x, auxiliary = forward(self.config, params, x, single_device_context(segment_ids, score_bias=bias))
         return p.head(params["head"]).logits(x, embedding), auxiliary
+
+    def expert_ids(self, ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None) -> Int[Array, "L B S K"]:
+        """The K experts that each MoE layer sends each token to, best first; E, one past the last, for padding."""
+        segment_ids = jnp.zeros_like(ids) if segment_ids is None else segment_ids
+        return _expert_ids(self.config, self.compute, self.pure_params(), jnp.asarray(ids), jnp.asarray(segment_ids))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _expert_ids(config: ModelConfig, compute: Any, params: Params, ids: Array, segment_ids: Array) -> Array:
+    context = single_device_context(segment_ids)
+    p, window_L = parts(config), jnp.asarray(config.windows, jnp.int32)
+    x, chosen = p.embedding(params["embedding"])(ids, compute), []
+    for name, (part, first, count) in p.stacks().items():
+
+        def step(x: Array, layer: tuple[Params, Array, Array], part: _Part = part) -> tuple[Array, Array | None]:
+            block, here, window = part(layer[0]), context.for_layer(layer[2]), layer[1]
+            sent = block.route(x, here, window).expert_ids if block.is_moe else None
+            y, _ = block(x, here, window)
+            return y, sent
+
+        layers = (params[name], window_L[first : first + count], first + jnp.arange(count))
+        x, sent = lax.scan(step, x, layers)
+        if sent is not None:
+            chosen.append(sent.reshape(count, *ids.shape, -1))
+    return jnp.concatenate(chosen)

@@ -1,7 +1,7 @@
-"""The MoE layer: router, dispatch, experts, combine, and the shared expert beside them.
+"""The MoE layer: router, exchange, experts, and the shared expert beside them.
 
-    x_TD --router--> ids, weights --dispatch--> rows_RD --w_up_gate, SwiGLU, w_down--> rows_RD --combine--> y_TD
-    x_TD --shared expert--> + y_TD
+x_TD --router--> ids, weights --through_experts: dispatch, w_up_gate, SwiGLU, w_down, combine--> y_TD
+x_TD --shared expert--> + y_TD
 """
 
 from typing import NamedTuple
@@ -14,24 +14,15 @@ from jaxtyping import Float, Int
 
 from moejax.config import ModelConfig
 from moejax.context import Context
-from moejax.models.mlp import MLP, swiglu
+from moejax.models.mlp import MLP, GatedMLP, swiglu
 from moejax.models.parameters import weight
+from moejax.moe.dispatch import Traffic
+from moejax.moe.exchange import through_experts
 from moejax.moe.losses import count_routes, load_balancing_loss, z_loss
 from moejax.moe.router import Router, Routing
+from moejax.moe.shared import MixedSharedExperts
+from moejax.moe.statistics import RouterStatistics
 from pallas_kernels import grouped_gemm
-
-
-class RouterStatistics(NamedTuple):
-    """This device's sums over the valid tokens of one microbatch and layer; they add up over devices and microbatches.
-
-    counts: fp32[E]; routes per expert. scores: fp32[E]; sum of the L1-normalised scores.
-    balance: fp32; load-balancing loss without weight, N times its mean. z: fp32; sum of squared log-sum-exps.
-    """
-
-    counts: Float[Array, "E"]
-    scores: Float[Array, "E"]
-    balance: Float[Array, ""]
-    z: Float[Array, ""]
 
 
 class Auxiliary(NamedTuple):
@@ -41,22 +32,29 @@ class Auxiliary(NamedTuple):
     statistics: RouterStatistics
 
 
-def zero_statistics(n_experts: int, layers: int) -> RouterStatistics:
-    per_expert, scalar = jnp.zeros((layers, n_experts), jnp.float32), jnp.zeros((layers,), jnp.float32)
-    return RouterStatistics(per_expert, per_expert, scalar, scalar)
+class ExpertWeights(NamedTuple):
+    w_up_gate: Float[Array, "e D F2"]
+    w_down: Float[Array, "e F D"]
+
+
+def expert_mlps(
+    weights: ExpertWeights, rows_RD: Float[Array, "R D"], group_sizes_e: Int[Array, "e"]
+) -> Float[Array, "R D"]:
+    """y = swiglu(x w_up_gate[e]) w_down[e] for each row of group e, rows expert-major; zeros past the last group."""
+    up_gate = grouped_gemm(rows_RD, weights.w_up_gate, group_sizes_e)
+    return grouped_gemm(swiglu(up_gate), weights.w_down, group_sizes_e)
 
 
 class Experts(nnx.Module):
-    """The routed experts of this device: y = swiglu(x w_up_gate[e]) w_down[e], rows expert-major."""
+    """The routed experts of this device."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         e, d, f = config.moe.num_experts, config.d_model, config.moe.hidden
         self.w_up_gate = weight(rngs, config.init_std, (e, d, 2 * f), ("experts", "embed", "mlp"))
         self.w_down = weight(rngs, config.init_std, (e, f, d), ("experts", "mlp", "embed"))
 
-    def __call__(self, rows_RD: Float[Array, "R D"], group_sizes_e: Int[Array, "e"]) -> Float[Array, "R D"]:
-        up_gate = grouped_gemm(rows_RD, self.w_up_gate[...].astype(rows_RD.dtype), group_sizes_e)
-        return grouped_gemm(swiglu(up_gate), self.w_down[...].astype(rows_RD.dtype), group_sizes_e)
+    def weights(self, dtype: jnp.dtype) -> ExpertWeights:
+        return ExpertWeights(self.w_up_gate[...].astype(dtype), self.w_down[...].astype(dtype))
 
 
 class MoELayer(nnx.Module):
@@ -64,26 +62,32 @@ class MoELayer(nnx.Module):
         self.config = config.moe
         self.router = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
-        if config.moe.shared_hidden:
-            self.shared = MLP(config.d_model, config.moe.shared_hidden, config.init_std, rngs=rngs)
+        if config.moe.shared_hidden and config.moe.shared_experts == 1:
+            kind = GatedMLP if config.moe.shared_gate else MLP
+            self.shared = kind(config.d_model, config.moe.shared_hidden, config.init_std, rngs=rngs)
+        elif config.moe.shared_hidden:
+            self.shared = MixedSharedExperts(config, rngs=rngs)
 
     def __call__(self, x_TD: Float[Array, "T D"], context: Context) -> tuple[Float[Array, "T D"], Auxiliary]:
         with jax.named_scope("router"):
             routing = self.router(x_TD, context)
-            auxiliary = self.auxiliary(routing, context)
-        transport = context.transport
-        with jax.named_scope("dispatch"):
-            arrivals = transport.dispatch(x_TD, routing.expert_ids, routing.weights, self.config.num_experts)
-        with jax.named_scope("grouped_gemm"):
-            rows_RD = self.experts(arrivals.rows, arrivals.group_sizes)
-        with jax.named_scope("combine"):
-            y_TD = transport.combine(rows_RD, arrivals.ticket)
+        y_TD, traffic = through_experts(
+            context.transport,
+            expert_mlps,
+            self.experts.weights(x_TD.dtype),
+            x_TD,
+            routing.expert_ids,
+            routing.weights,
+            self.config.num_experts,
+        )
+        with jax.named_scope("router_losses"):
+            auxiliary = self.auxiliary(routing, traffic, context)
         if self.config.shared_hidden:
             with jax.named_scope("shared_expert"):
                 y_TD = y_TD + self.shared(x_TD)
         return y_TD, auxiliary
 
-    def auxiliary(self, routing: Routing, context: Context) -> Auxiliary:
+    def auxiliary(self, routing: Routing, traffic: Traffic, context: Context) -> Auxiliary:
         c, (batch, length) = self.config.router, context.segment_ids.shape
         valid_T = context.valid_T
         counts_BE = count_routes(routing.expert_ids, self.config.num_experts, groups=batch)
@@ -93,6 +97,13 @@ class MoELayer(nnx.Module):
         )
         z = z_loss(routing.logits, valid_T)
         loss = (c.lb_loss * balance + c.z_loss * z) / context.loss_tokens
-        scores_E = jnp.sum(jnp.where(valid_T[:, None], routing.scores, 0.0), axis=0)
-        statistics = RouterStatistics(counts_BE.sum(0), scores_E, balance, z)
+        statistics = RouterStatistics(
+            counts=counts_BE.sum(0),
+            scores=jnp.sum(jnp.where(valid_T[:, None], routing.scores, 0.0), axis=0),
+            balance=balance,
+            z=z,
+            margin=jnp.sum(jnp.where(valid_T, routing.margin, 0.0)),
+            **traffic._asdict(),
+            exchanges=jnp.ones((), jnp.float32),
+        )
         return Auxiliary(loss, jax.lax.stop_gradient(statistics))

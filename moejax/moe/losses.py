@@ -50,7 +50,8 @@ def z_loss(logits_TE: Float[Array, "T E"], valid_T: Bool[Array, "T"]) -> Float[A
 
 
 def count_routes(expert_ids_TK: Int[Array, "T K"], n_experts: int, groups: int = 1) -> Float[Array, "G E"]:
-    """Routes per expert, for each of `groups` equal runs of tokens; ids outside [0, E) are counted nowhere. fp32, exact to 2^24."""
+    """Routes per expert, for each of `groups` equal runs of tokens; ids outside [0, E) are counted nowhere. fp32, exact
+    to 2^24."""
     ids_GR = expert_ids_TK.reshape(groups, -1)
     rows = jnp.broadcast_to(jnp.arange(groups)[:, None], ids_GR.shape)
     # mode="drop" leaves out the id E of padding tokens

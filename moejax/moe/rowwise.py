@@ -2,14 +2,10 @@
 
     x_TD --gather by expert--> rows_ND --ragged all-to-all--> rows_RD     (and the same road back)
 
-The layout is Olmo-core 3's rowwise one: expert-major, then source device, then route order, densely packed, only the tail
-unused; so no permutation runs after arrival. One all-gather of the counts lets every device compute every offset by itself:
-with n[s, d, l] the routes of source s to local expert l of device d,
-
-    row(s, d, l) = sum_{l' < l} sum_s' n[s', d, l']  +  sum_{s' < s} n[s', d, l]
-
+Olmo-core 3's rowwise layout (`layout.py`), sent in one transfer for each pair of device and expert, so that no
+permutation runs after arrival. With granularity `peer` there is one transfer for each device: fewer and longer ones,
+and a gather on arrival that puts the sources' runs in expert order.
 The exchange is its own mirror: the gradient of dispatch is the return exchange, the gradient of the return is dispatch.
-The receive buffer has ep * T * min(K, e) rows, the most that can ever arrive, so no token is dropped.
 """
 
 from typing import Any, NamedTuple
@@ -17,121 +13,157 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
-from moejax.moe.collectives import exclusive_cumsum, ragged_all_to_all
-from moejax.moe.dispatch import Arrivals, RouteOrder, sort_routes, take_rows, weighted_sum
+from moejax.config import Granularity, Overflow
+from moejax.moe.collectives import Chunks, exclusive_cumsum, move_rows, rearrange_rows
+from moejax.moe.dispatch import Arrivals, Plan
+from moejax.moe.layout import (
+    Layout,
+    Window,
+    capacity_rows,
+    count_rounds,
+    most_rows,
+    receive_layout,
+    traffic,
+    window,
+)
+from moejax.moe.routes import take_rows, weighted_sum
 
-
-class Offsets(NamedTuple):
-    """Where each chunk of rows lies; a chunk is what one source sends to one expert.
-
-    Seen as sender, int32[E], by expert:     here: first row of the chunk in the sorted rows;  size;
-                                             there: its first row in the owner's buffer.
-    Seen as owner, int32[ep * e], by (source, local expert): first row in this buffer;  size;
-                                             origin: its first row in the source's sorted rows.
-    """
-
-    sender_here: Int[Array, "E"]
-    sender_size: Int[Array, "E"]
-    sender_there: Int[Array, "E"]
-    owner_here: Int[Array, "E"]
-    owner_size: Int[Array, "E"]
-    owner_origin: Int[Array, "E"]
+# XLA:GPU's one-shot ragged all-to-all crashes above 32 devices (openxla/xla issue 47283, open in 2026-11)
+MOST_DEVICES = 32
 
 
-def chunk_offsets(counts_SDL: Int[Array, "S D L"], me: Array) -> Offsets:
-    """All offsets from the counts of every source s, destination d and local expert l (module docstring, formula)."""
-    arriving_DL = counts_SDL.sum(0)
-    row_SDL = exclusive_cumsum(arriving_DL, 1)[None] + exclusive_cumsum(counts_SDL, 0)
-    sources = counts_SDL.shape[0]
-    origin_SDL = exclusive_cumsum(counts_SDL.reshape(sources, -1), 1).reshape(counts_SDL.shape)
-
-    def of_sender(x_SDL: Array) -> Array:
-        return jnp.take(x_SDL, me, axis=0).reshape(-1)
-
-    def of_owner(x_SDL: Array) -> Array:
-        return jnp.take(x_SDL, me, axis=1).reshape(-1)
-
-    return Offsets(
-        sender_here=of_sender(origin_SDL),
-        sender_size=of_sender(counts_SDL),
-        sender_there=of_sender(row_SDL),
-        owner_here=of_owner(row_SDL),
-        owner_size=of_owner(counts_SDL),
-        owner_origin=of_owner(origin_SDL),
-    )
-
-
-class RowwiseTicket(NamedTuple):
-    order: RouteOrder
-    weights: Array
-    offsets: Offsets
+class RowwiseRoad(NamedTuple):
+    layout: Layout
+    top_k: Array  # [K], only its length counts
 
 
 class Rowwise:
-    """Experts sharded over the mesh axis `axis_name` of `size` devices; runs inside a manual region over that axis."""
+    """Experts sharded over the mesh axis `axis_name` of `size` devices; runs inside a manual region over that axis.
+
+    capacity_factor: buffer rows over T K; None: as many rows as can ever arrive. overflow: what happens to more than
+    fit.
+    """
 
     name = "rowwise"
 
-    def __init__(self, axis_name: str, size: int):
+    def __init__(
+        self,
+        axis_name: str,
+        size: int,
+        capacity_factor: float | None = None,
+        overflow: Overflow = Overflow.exact,
+        granularity: Granularity = Granularity.expert,
+    ):
         self.axis_name, self.size = axis_name, size
-
-    def local_experts(self, n_experts: int) -> int:
-        return n_experts // self.size
+        self.capacity_factor, self.overflow, self.granularity = capacity_factor, overflow, granularity
 
     def buffer_rows(self, tokens: int, top_k: int, n_experts: int) -> int:
-        return self.size * tokens * min(top_k, self.local_experts(n_experts))
+        if self.capacity_factor is None:
+            return most_rows(tokens, top_k, n_experts, self.size)
+        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor)
 
-    def dispatch(self, rows: PyTree[Array], expert_ids: Array, weights: Array, n_experts: int) -> Arrivals:
-        tokens, top_k = expert_ids.shape
-        order = sort_routes(expert_ids, n_experts)
-        counts_SE = lax.all_gather(order.counts, self.axis_name)
-        counts_SDL = counts_SE.reshape(self.size, self.size, self.local_experts(n_experts))
-        me = lax.axis_index(self.axis_name)
-        offsets = chunk_offsets(counts_SDL, me)
-        n_rows = self.buffer_rows(tokens, top_k, n_experts)
-        sorted_rows = jax.tree.map(lambda x: take_rows(x, order, jnp.arange(top_k)), rows)
-        arrived = jax.tree.map(lambda x: _send(x, offsets, n_rows, self.axis_name), sorted_rows)
-        return Arrivals(arrived, jnp.take(counts_SDL, me, axis=1).sum(0), RowwiseTicket(order, weights, offsets))
+    def sent_bytes(self, tokens: int, top_k: int, n_experts: int, width: int, itemsize: int) -> float:
+        return 2 * tokens * top_k * width * itemsize * (self.size - 1) / self.size
 
-    def combine(self, expert_rows: Array, ticket: RowwiseTicket) -> Array:
-        n_routes = ticket.order.route.shape[0]
-        returned = _give_back(expert_rows, ticket.offsets, n_routes, self.axis_name)
-        return weighted_sum(returned, ticket.weights, ticket.order)
+    def refusal(self, tokens: int, top_k: int, n_experts: int) -> str | None:
+        if self.size > MOST_DEVICES:
+            return f"XLA's ragged all-to-all serves at most {MOST_DEVICES} devices, not ep={self.size}"
+        return too_many_rows(most_rows(tokens, top_k, n_experts, self.size))
+
+    def plan(self, expert_ids_TK: Array, n_experts: int) -> Plan:
+        tokens, top_k = expert_ids_TK.shape
+        layout = receive_layout(expert_ids_TK, n_experts, self.axis_name, self.size)
+        road = RowwiseRoad(layout, jnp.zeros(top_k))
+        return plan_rounds(self, layout, road, tokens, top_k, n_experts)
+
+    def dispatch(self, rows: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
+        road, moved = self._moved(plan, round)
+        top_k, me = road.top_k.shape[0], lax.axis_index(self.axis_name)
+
+        def send(x: Array) -> Array:
+            x_N = take_rows(x, road.layout.routes, moved.moved, top_k)
+            return self._there(x_N, road.layout, moved, self._rows(road))
+
+        return Arrivals(jax.tree.map(send, rows), moved.group_sizes(me))
+
+    def combine(self, expert_rows_RD: Array, weights_TK: Array, plan: Plan, round: Any) -> Array:
+        road, moved = self._moved(plan, round)
+        rows_ND = self._back(expert_rows_RD, road.layout, moved)
+        return weighted_sum(rows_ND, weights_TK, road.layout.routes, moved.moved)
+
+    def _rows(self, road: RowwiseRoad) -> int:
+        top_k = road.top_k.shape[0]
+        return self.buffer_rows(road.layout.row.shape[0] // top_k, top_k, road.layout.routes.counts.shape[0])
+
+    def _moved(self, plan: Plan, round: Any) -> tuple[RowwiseRoad, Window]:
+        road: RowwiseRoad = plan.road
+        return road, window(road.layout, round, self._rows(road))
+
+    def _there(self, rows_ND: Array, layout: Layout, moved: Window, n_rows: int) -> Array:
+        me, n = lax.axis_index(self.axis_name), rows_ND.shape[0]
+        if self.granularity == Granularity.expert:
+            return move_rows(rows_ND, expert_chunks(layout, moved, me), n_rows, n, self.axis_name)
+        arrived = move_rows(rows_ND, peer_chunks(layout, moved, me), n_rows, n, self.axis_name)
+        by_source, size, by_expert = order_on_arrival(moved, me)
+        return rearrange_rows(arrived, by_source, size, by_expert, n_rows, n_rows)
+
+    def _back(self, rows_RD: Array, layout: Layout, moved: Window) -> Array:
+        me, n, n_rows = lax.axis_index(self.axis_name), layout.row.shape[0], rows_RD.shape[0]
+        if self.granularity == Granularity.expert:
+            return move_rows(rows_RD, expert_chunks(layout, moved, me).reversed(), n, n_rows, self.axis_name)
+        by_source, size, by_expert = order_on_arrival(moved, me)
+        leaving = rearrange_rows(rows_RD, by_expert, size, by_source, n_rows, n_rows)
+        return move_rows(leaving, peer_chunks(layout, moved, me).reversed(), n, n_rows, self.axis_name)
 
 
-def _exchange_there(rows: Array, offsets: Offsets, n_rows: int, axis_name: str) -> Array:
-    out = jnp.zeros((n_rows, *rows.shape[1:]), rows.dtype)
-    o = offsets
-    return ragged_all_to_all(rows, out, o.sender_here, o.sender_size, o.sender_there, o.owner_size, axis_name)
+def plan_rounds(transport: Any, layout: Layout, road: Any, tokens: int, top_k: int, n_experts: int) -> Plan:
+    """The plan of a transport whose rounds are windows of the receive layout."""
+    buffer, arriving = transport.buffer_rows(tokens, top_k, n_experts), layout.arriving
+    fits = buffer >= most_rows(tokens, top_k, n_experts, transport.size)
+    certain = fits or transport.overflow == Overflow.drop
+    seen = traffic(arriving, lax.axis_index(transport.axis_name), buffer, transport.overflow)
+    return Plan(None if certain else count_rounds(arriving, buffer), seen, road)
 
 
-def _exchange_back(rows: Array, offsets: Offsets, n_rows: int, axis_name: str) -> Array:
-    out = jnp.zeros((n_rows, *rows.shape[1:]), rows.dtype)
-    o = offsets
-    return ragged_all_to_all(rows, out, o.owner_here, o.owner_size, o.owner_origin, o.sender_size, axis_name)
+def too_many_rows(rows: int) -> str | None:
+    return f"{rows} rows can arrive on a device, and offsets are 32 bits wide" if rows >= 2**31 else None
 
 
-def _mirrored(forward: Any, backward: Any) -> Any:
-    """An exchange whose gradient is the opposite exchange: no scatter-add, and nothing past the sent rows is read."""
-
-    def exchange(rows: Array, offsets: Offsets, n_rows: int, axis_name: str) -> Array:
-        return forward(rows, offsets, n_rows, axis_name)
-
-    exchange = jax.custom_vjp(exchange, nondiff_argnums=(2, 3))
-
-    def forward_rule(rows: Array, offsets: Offsets, n_rows: int, axis_name: str) -> tuple[Array, Any]:
-        # the row count of the operand travels as the length of an empty array
-        return forward(rows, offsets, n_rows, axis_name), (offsets, jnp.zeros((rows.shape[0], 0)))
-
-    def backward_rule(n_rows: int, axis_name: str, residuals: Any, grad: Array) -> tuple[Array, None]:
-        offsets, like = residuals
-        return backward(grad, offsets, like.shape[0], axis_name), None
-
-    exchange.defvjp(forward_rule, backward_rule)
-    return exchange
+def origins(layout: Layout, moved: Window) -> Array:
+    """int32[S, D, L]; place of the first moving row of each chunk among the source's sorted routes."""
+    sources = layout.counts.shape[0]
+    first = exclusive_cumsum(layout.counts.reshape(sources, -1), 1).reshape(layout.counts.shape)
+    return first + moved.skipped
 
 
-_send = _mirrored(_exchange_there, _exchange_back)
-_give_back = _mirrored(_exchange_back, _exchange_there)
+def expert_chunks(layout: Layout, moved: Window, me: Array) -> Chunks:
+    """One chunk for each pair of source and expert; it lands where the expert reads it."""
+    origin_SDL = origins(layout, moved)
+    leaving = (jnp.take(x, me, axis=0).reshape(-1) for x in (origin_SDL, moved.sizes, moved.rows))
+    arriving = (jnp.take(x, me, axis=1).reshape(-1) for x in (moved.rows, moved.sizes, origin_SDL))
+    return Chunks(*leaving, *arriving)
+
+
+def peer_chunks(layout: Layout, moved: Window, me: Array) -> Chunks:
+    """One chunk for each pair of devices, the buffer source-major.
+
+    What of a source moves to one device in one round is one run of its sorted routes: a window cuts off whole experts
+    at both ends, and of the two at its edges a head and a tail.
+    """
+    origin_SD = jnp.min(jnp.where(moved.sizes > 0, origins(layout, moved), jnp.iinfo(jnp.int32).max), axis=2)
+    size_SD = moved.sizes.sum(2)
+    origin_SD = jnp.where(size_SD > 0, origin_SD, 0)
+    there_SD = exclusive_cumsum(size_SD, 0)
+    leaving = (jnp.take(x, me, axis=0) for x in (origin_SD, size_SD, there_SD))
+    arriving = (jnp.take(x, me, axis=1) for x in (there_SD, size_SD, origin_SD))
+    return Chunks(*leaving, *arriving)
+
+
+def order_on_arrival(moved: Window, me: Array) -> tuple[Array, Array, Array]:
+    """(first row source-major, size, first row expert-major) of each chunk on this device, int32[S * L]."""
+    size_SL = jnp.take(moved.sizes, me, axis=1)
+    by_source = exclusive_cumsum(size_SL.reshape(-1))
+    by_expert = jnp.take(moved.rows, me, axis=1).reshape(-1)
+    return by_source, size_SL.reshape(-1), by_expert

@@ -2,8 +2,8 @@
 
 The model counts layers 0..L-1, dense ones first. A pipeline of S stages with v chunks each has S v virtual stages; the
 first L mod (S v) of them get one layer more, so that the last ones, which also carry the head, are the short ones (the
-published layout: 63 layers over 16 virtual stages are fifteen times 4 and once 3). Every device's part of an array has the
-same shape, so a stage has as many rows (slots) of a kind of block as the fullest stage needs; the rest stay unused.
+published layout: 63 layers over 16 virtual stages are fifteen times 4 and once 3). Every device's part of an array has
+the same shape, so a stage has as many rows (slots) of a kind of block as the fullest stage needs; the rest stay unused.
 
     logical stack [n_layers_of_kind, ...]   --to_physical-->   [S * slots, ...], sharded over pp   --to_logical--> back
 """
@@ -62,14 +62,16 @@ def layers_of_virtual_stages(n_layers: int, virtual_stages: int) -> list[range]:
     """Consecutive layers per virtual stage; the first n_layers mod virtual_stages have one more."""
     if virtual_stages > n_layers:
         raise UserError(
-            f"{virtual_stages} pipeline stages (pp times chunks) are more than model.n_layers={n_layers}; each needs at least one layer."
+            f"{virtual_stages} pipeline stages (pp times chunks) are more than model.n_layers={n_layers}; "
+            "each needs at least one layer."
         )
     base, extra = divmod(n_layers, virtual_stages)
     bounds = np.cumsum([0] + [base + (q < extra) for q in range(virtual_stages)])
     return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def make_layout(n_layers: int, n_dense: int, schedule: Schedule) -> Layout:
+def make_layout(n_layers: int, n_dense: int, schedule: Schedule, ends_apart: bool = False) -> Layout:
+    """ends_apart: embedding and head are no part of any stage, so that first and last ones are as the others."""
     stages, chunks = schedule.stages, schedule.chunks
     layers = layers_of_virtual_stages(n_layers, schedule.virtual_stages)
     table = {name: np.zeros((stages, chunks), np.int32) for name in ("kind", "dense", "moe", "layer")}
@@ -82,7 +84,8 @@ def make_layout(n_layers: int, n_dense: int, schedule: Schedule) -> Layout:
             q = int(schedule.virtual_stage(stage, chunk))
             dense = [layer for layer in layers[q] if layer < n_dense]
             moe = [layer - n_dense for layer in layers[q] if layer >= n_dense]
-            kind = StageKind(len(dense), len(moe), q == 0, q == schedule.virtual_stages - 1)
+            ends = (q == 0, q == schedule.virtual_stages - 1) if not ends_apart else (False, False)
+            kind = StageKind(len(dense), len(moe), *ends)
             if kind not in kinds:
                 kinds.append(kind)
             table["kind"][stage, chunk] = kinds.index(kind)

@@ -2,8 +2,8 @@
 
     gradient --clip by global norm--> adam moments --+ decay of matrices--> * learning rate --> master --cast--> weights
 
-Masters, moments and gradients carry the sharding of `sharding.zero_layout`; the chain is plain Optax on global arrays, and
-XLA turns the sharding of the weights into one all-gather a step.
+Masters, moments and gradients carry the sharding of `sharding.zero_layout`; the chain is plain Optax on global arrays,
+and XLA turns the sharding of the weights into one all-gather a step.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         decay = config.schedule.decay_steps or max(1, steps // 5)
         if warmup + decay > steps:
             raise UserError(
-                f"optimizer.schedule: warmup_steps={warmup} and decay_steps={decay} together exceed train.steps={steps}."
+                f"optimizer.schedule: warmup_steps={warmup} + decay_steps={decay} exceed train.steps={steps}."
             )
         after = optax.join_schedules(
             [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [steps - decay - warmup]
@@ -42,7 +42,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: PyTree[Any], embeddings: bool = False) -> PyTree[bool]:
-    """True for weights that decay: all but gains and biases, and (published recipe, `group_overrides`) the embedding."""
+    """True for weights that decay: all but gains, biases and, as published (`group_overrides`), the embedding."""
     spared = ("gain", "b_qkv") if embeddings else ("gain", "b_qkv", "table")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in spared, params)
 

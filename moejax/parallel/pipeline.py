@@ -1,53 +1,61 @@
 """The executor: runs any wired schedule table inside the manual region, one scan over ticks.
 
-    tick t on stage s:  read the row (op, microbatch, slots) --switch--> forward or backward of one kind of stage, or nothing
+    tick t on stage s:  read the row (op, microbatch, slots) --switch--> an op of one kind of stage, or nothing
                         offer the result to both neighbours (two ppermutes) --store what the row says--> rings
 
-A branch is one op of one kind of stage (`layout.StageKind`), so no layer is ever skipped at run time and an idle tick
-costs nothing. Stage inputs wait in a ring whose size comes from the table, gradients are in the carry, and nothing
-differentiates through the scan: memory does not grow with the number of microbatches.
+A branch (`pipeline_ops`) is one op of one kind of stage (`layout.StageKind`), so no layer is ever skipped at run time
+and an idle tick costs nothing. What waits is in rings whose sizes come from the table, gradients are in the carry, and
+nothing differentiates through the scan: memory does not grow with the number of microbatches.
 
-The predicate of the switch depends on the pipeline stage alone, so all devices of an expert-parallel group take the same
-branch and its collectives meet.
+The predicate of the switch depends on the pipeline stage alone, so all devices of an expert-parallel group take the
+same branch and its collectives meet. In the masked mode it depends on the tick alone: all stages run all that any stage
+has to do in the tick, and throw away what is not theirs; control flow is then the same on every device, at the price of
+the work.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from moejax.config import PipelineMode
 from moejax.context import Context
 from moejax.models.transformer import Params
-from moejax.parallel.layout import StageKind
-from moejax.parallel.schedule_makers import make_schedule
+from moejax.parallel import pipeline_ops, vocabulary
+from moejax.parallel.pipeline_ops import Carry, Inside, Rings
 from moejax.parallel.schedule_wiring import From, Wiring, wire
-from moejax.parallel.schedules import Op
-from moejax.parallel.stage import Microbatch, Place, StageProgram, Totals
+from moejax.parallel.schedules import Op, Schedule
+from moejax.parallel.stage import Microbatch, StageProgram, Totals
 
 PIPELINE_AXIS = "pp"
-RING_SIZES = ("activation_slots", "cotangent_slots", "stash_slots", "keep_inputs")
+SIZES = ("activation_slots", "cotangent_slots", "stash_slots", "between_slots", "keep_inputs", "ends")
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
-class Rings(NamedTuple):
-    """[slots, B, S, D] each: stage inputs that wait for their ops, and output cotangents that do."""
+@dataclass(frozen=True)
+class Pipeline:
+    """A wired schedule, and how it is run."""
 
-    activations: Array
-    cotangents: Array
+    wiring: Wiring
+    mode: PipelineMode = PipelineMode.switch
 
+    @property
+    def stages(self) -> int:
+        return self.wiring.op.shape[1]
 
-class Carry(NamedTuple):
-    rings: Rings
-    gradients: Params
-    totals: Totals
+    @property
+    def training(self) -> bool:
+        return bool(np.isin(self.wiring.op, BACKWARDS).any())
 
 
 def run(
     program: StageProgram,
-    wiring: Wiring,
+    pipeline: Pipeline,
     params: Params,
     batch: Microbatch,
     context_of: Callable[[Array, Microbatch], Context],
@@ -58,137 +66,124 @@ def run(
     Of a table without backwards (`forward_only`) the gradients are {} and the totals hold the losses alone.
     Runs inside a region that is manual over the pipeline axis.
     """
-    stages = wiring.op.shape[1]
-    table = _rows(program, wiring)
+    wiring, stages = pipeline.wiring, pipeline.stages
     stage = lax.axis_index(PIPELINE_AXIS) if stages > 1 else jnp.zeros((), jnp.int32)
-    rows = jax.tree.map(lambda x: jnp.take(jnp.asarray(x), stage, axis=1), table)
-    branches, _ = _branches(program, wiring)
-    shape = (*batch.tokens.shape[1:], program.model.d_model)
+    shape = jax.ShapeDtypeStruct((*batch.tokens.shape[1:], program.model.d_model), program.compute)
+    zero = jnp.zeros((), jnp.int32)
+    blocks = {}
+    if pipeline.training:
+        blocks = program.blocks(params, shape, context_of(zero, jax.tree.map(lambda x: x[0], batch)))
+    inside = Inside(program, wiring, blocks, params, batch, context_of, pipeline.training)
+    ops, rows = _ops(inside)
+    rows = jax.tree.map(lambda x: jnp.take(jnp.asarray(x), stage, axis=1), rows)
+    branches = [lambda carry, row, op=op: op(inside, carry, row) for op in ops]
+    sets, set_of_tick = _sets(inside, len(ops))
+    rows["set"] = jnp.asarray(set_of_tick)
+
+    def work(carry: Carry, row: dict[str, Array]) -> tuple[Carry, Array]:
+        if pipeline.mode == PipelineMode.masked:
+            run_sets = [lambda *operands, chosen=chosen: _masked(branches, chosen, *operands) for chosen in sets]
+            return run_sets[0](carry, row) if len(sets) == 1 else lax.switch(row["set"], run_sets, carry, row)
+        return branches[0](carry, row) if len(branches) == 1 else lax.switch(row["branch"], branches, carry, row)
 
     def tick(carry: Carry, row: dict[str, Array]) -> tuple[Carry, None]:
-        operands = (carry, row, batch)
-        if len(branches) == 1:
-            carry, out = branches[0](program, params, context_of, *operands)
-        else:
-            bound = [_bind(branch, program, params, context_of) for branch in branches]
-            carry, out = lax.switch(row["branch"], bound, *operands)
-        return carry._replace(rings=_deliver(carry.rings, out, row, wiring, stages)), None
+        if wiring.ends is not None:
+            carry = vocabulary.before(inside, carry, row)
+        carry, out = work(carry, row)
+        carry = carry._replace(rings=_deliver(carry.rings, out, row, wiring, stages))
+        if wiring.ends is not None:
+            carry = vocabulary.after(inside, carry, row, out)
+        return carry, None
 
-    rings = Rings(
-        jnp.zeros((wiring.activation_slots, *shape), program.compute),
-        jnp.zeros((wiring.cotangent_slots, *shape), program.compute),
-    )
-    trained = params if np.any(wiring.op == Op.BACKWARD) else {}
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    rings = pipeline_ops.empty_rings(inside, shape)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params if pipeline.training else {})
     carry, _ = lax.scan(tick, Carry(rings, zeros, program.zero_totals()), rows)
     return carry.gradients, carry.totals
 
 
-def forward_only(stages: int, microbatches: int) -> Wiring:
-    """The table of evaluation: every microbatch straight through."""
-    whole = make_schedule("gpipe", stages, microbatches)
-    ticks = microbatches + stages - 1  # GPipe runs all forwards first
-    wiring = wire(whole, keep_inputs=False)
-    tables = {f.name: getattr(wiring, f.name)[:ticks] for f in dataclasses.fields(wiring) if f.name not in RING_SIZES}
-    assert np.sum(tables["op"] == Op.FORWARD) == stages * microbatches
-    return dataclasses.replace(wiring, **tables, cotangent_slots=1)
+def forward_only(schedule: Schedule, ends_apart: bool = False) -> Wiring:
+    """The forwards of a schedule alone, each as early as it can be, on the same placement: the table of evaluation."""
+    queues = [
+        [(int(schedule.microbatch[t, s]), int(schedule.chunk[t, s])) for t in np.flatnonzero(forwards)]
+        for s, forwards in enumerate((schedule.op == Op.FORWARD).T)
+    ]
+    done: set[tuple[int, int]] = set()  # (microbatch, virtual stage)
+    rows: list[list[tuple[int, int, int]]] = []
+    while any(queues):
+        row, now = [(int(Op.IDLE), -1, -1)] * schedule.stages, []
+        for stage, queue in enumerate(queues):
+            if queue:
+                m, chunk = queue[0]
+                q = int(schedule.virtual_stage(stage, chunk))
+                if q == 0 or (m, q - 1) in done:
+                    row[stage] = (int(Op.FORWARD), m, chunk)
+                    now.append((m, q))
+                    queue.pop(0)
+        done.update(now)
+        rows.append(row)
+    cells = np.moveaxis(np.array(rows, np.int32), -1, 0)
+    # run backwards in mirror order to make a whole schedule of it, which then can be wired, and is cut off again
+    whole = [np.concatenate([table, table[::-1]]) for table in cells]
+    whole[0][len(rows) :][whole[0][len(rows) :] == Op.FORWARD] = Op.BACKWARD
+    mirrored = dataclasses.replace(schedule, op=whole[0], microbatch=whole[1], chunk=whole[2])
+    wiring = wire(mirrored, keep_inputs=False, ends_apart=ends_apart, keep_outputs=False)
+    tables = {f.name: getattr(wiring, f.name) for f in dataclasses.fields(wiring) if f.name not in SIZES}
+    if wiring.ends is not None:
+        tables["ends"] = wiring.ends._replace(
+            **{name: table[: len(rows)] for name, table in wiring.ends._asdict().items()}
+        )
+    cut = {name: table[: len(rows)] if name != "ends" else table for name, table in tables.items()}
+    return dataclasses.replace(wiring, **cut, cotangent_slots=1, stash_slots=1)
 
 
-def _bind(branch: Any, program: StageProgram, params: Params, context_of: Any) -> Any:
-    return lambda *operands: branch(program, params, context_of, *operands)
-
-
-def _branches(program: StageProgram, wiring: Wiring) -> tuple[list[Any], np.ndarray]:
-    """The distinct programs of this table, and which one runs at each tick and stage: int32 [ticks, stages]."""
-    made: list[tuple[Any, StageKind | None]] = []
-    training = bool(np.any(wiring.op == Op.BACKWARD))
-    index = np.zeros(wiring.op.shape, np.int32)
+def _ops(inside: Inside) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The distinct ops of this table, and everything a tick reads: int32 [ticks, stages, ...]."""
+    wiring, layout = inside.wiring, inside.program.layout
+    ops: list[Any] = []
+    branch = np.zeros(wiring.op.shape, np.int32)
     for (tick, stage), op in np.ndenumerate(wiring.op):
-        kind = program.layout.kinds[program.layout.kind_of[stage, wiring.chunk[tick, stage]]] if op != Op.IDLE else None
-        # the last virtual stage computes its forward inside its backward: alone it would feed nobody
-        if kind is None or (op == Op.FORWARD and kind.last and training):
-            entry = (_idle, None)
-        elif op == Op.FORWARD and kind.last:
-            entry = (_evaluate, kind)
-        else:
-            entry = ({Op.FORWARD: _forward, Op.BACKWARD: _backward}[Op(op)], kind)
-        if entry not in made:
-            made.append(entry)
-        index[tick, stage] = made.index(entry)
-    return [_of_kind(*entry) for entry in made], index
-
-
-def _of_kind(branch: Any, kind: StageKind | None) -> Any:
-    return lambda *arguments: branch(kind, *arguments)
-
-
-def _rows(program: StageProgram, wiring: Wiring) -> dict[str, np.ndarray]:
-    """Everything a tick reads, int32 [ticks, stages, ...]."""
-    layout, (_, branch) = program.layout, _branches(program, wiring)
+        kind = layout.kinds[layout.kind_of[stage, wiring.chunk[tick, stage]]] if op != Op.IDLE else None
+        made = pipeline_ops.choose(inside, Op(op), kind)
+        if made not in ops:
+            ops.append(made)
+        branch[tick, stage] = ops.index(made)
     stage, chunk = np.arange(wiring.op.shape[1])[None, :], np.maximum(wiring.chunk, 0)
-    return {
+    rows = {
         "branch": branch,
         "microbatch": np.maximum(wiring.microbatch, 0),
         "dense_slot": layout.first_dense_slot[stage, chunk],
         "moe_slot": layout.first_moe_slot[stage, chunk],
         "layer": layout.first_layer[stage, chunk],
-        "activation_slot": np.maximum(wiring.activation_slot, 0),
-        "cotangent_slot": np.maximum(wiring.cotangent_slot, 0),
         "store_activation_from": wiring.store_activation_from,
-        "store_activation_slot": np.maximum(wiring.store_activation_slot, 0),
         "store_cotangent_from": wiring.store_cotangent_from,
-        "store_cotangent_slot": np.maximum(wiring.store_cotangent_slot, 0),
     }
+    slots = ("activation_slot", "cotangent_slot", "stash_slot", "between_slot")
+    for name in (*slots, "store_activation_slot", "store_cotangent_slot"):
+        rows[name] = np.maximum(getattr(wiring, name), 0)
+    if wiring.ends is not None:
+        for name, table in wiring.ends._asdict().items():
+            rows[name] = np.broadcast_to(table[:, None], wiring.op.shape)
+        rows |= {"is_first": wiring.first, "is_last": wiring.last}
+    return ops, rows
 
 
-def _idle(
-    kind: None, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Any
-) -> Any:
-    del kind, program, params, context_of, row, batch
-    return carry, jnp.zeros(carry.rings.activations.shape[1:], carry.rings.activations.dtype)
+def _sets(inside: Inside, count: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """For the masked mode: the distinct sets of branches that run in a tick, and which one does in each."""
+    _, rows = _ops(inside)
+    sets = [tuple(sorted(set(row))) for row in rows["branch"].tolist()]
+    distinct = list(dict.fromkeys(sets))
+    assert all(max(chosen) < count for chosen in distinct)
+    return distinct, np.array([distinct.index(chosen) for chosen in sets], np.int32)
 
 
-def _read(batch: Microbatch, row: dict[str, Array]) -> tuple[Microbatch, Place]:
-    here = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row["microbatch"], keepdims=False), batch)
-    return here, Place(row["dense_slot"], row["moe_slot"], row["layer"])
-
-
-def _slot(ring: Array, slot: Array) -> Array:
-    return lax.dynamic_index_in_dim(ring, slot, keepdims=False)
-
-
-def _forward(
-    kind: StageKind, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Microbatch
-) -> tuple[Carry, Array]:
-    here, place = _read(batch, row)
-    x = None if kind.first else _slot(carry.rings.activations, row["activation_slot"])
-    with jax.named_scope("forward"):
-        return carry, program.forward(kind, params, x, here, context_of(row["microbatch"], here), place)
-
-
-def _evaluate(
-    kind: StageKind, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Microbatch
-) -> tuple[Carry, Array]:
-    here, _ = _read(batch, row)
-    carry, x = _forward(kind, program, params, context_of, carry, row, batch)
-    _, sums = program.head_loss(params["head"], params["embedding"], x, here.labels)
-    totals = carry.totals
-    totals = totals._replace(cross_entropy=totals.cross_entropy + sums.cross_entropy, z=totals.z + sums.z)
-    return carry._replace(totals=totals), x
-
-
-def _backward(
-    kind: StageKind, program: StageProgram, params: Params, context_of: Any, carry: Carry, row: Any, batch: Microbatch
-) -> tuple[Carry, Array]:
-    here, place = _read(batch, row)
-    x = None if kind.first else _slot(carry.rings.activations, row["activation_slot"])
-    cotangent = None if kind.last else _slot(carry.rings.cotangents, row["cotangent_slot"])
-    context = context_of(row["microbatch"], here)
-    with jax.named_scope("backward"):
-        dx, gradients, totals = program.backward(
-            kind, params, x, cotangent, here, context, place, carry.gradients, carry.totals
-        )
-    return carry._replace(gradients=gradients, totals=totals), dx
+def _masked(branches: list[Any], chosen: tuple[int, ...], carry: Carry, row: dict[str, Array]) -> tuple[Carry, Array]:
+    """Every branch of the tick on every stage, each stage keeping what its own one did."""
+    outcomes = [branches[index](carry, row) for index in chosen]
+    result = outcomes[0]
+    for index, outcome in zip(chosen[1:], outcomes[1:], strict=True):
+        mine = row["branch"] == index
+        result = jax.tree.map(lambda new, old, mine=mine: jnp.where(mine, new, old), outcome, result)
+    return result
 
 
 def _deliver(rings: Rings, out: Array, row: dict[str, Array], wiring: Wiring, stages: int) -> Rings:
@@ -203,14 +198,16 @@ def _deliver(rings: Rings, out: Array, row: dict[str, Array], wiring: Wiring, st
         for arrival in range(table.shape[-1]):
             used = [channel for channel in offered if np.any(table[..., arrival] == channel)]
             for channel in used:
-                there = _slot(ring, slots[arrival])
+                there = lax.dynamic_index_in_dim(ring, slots[arrival], keepdims=False)
                 value = jnp.where(origins[arrival] == channel, offered[channel], there)
                 ring = lax.dynamic_update_index_in_dim(ring, value, slots[arrival], axis=0)
         return ring
 
-    return Rings(
-        store(
+    return rings._replace(
+        activations=store(
             rings.activations, row["store_activation_from"], row["store_activation_slot"], wiring.store_activation_from
         ),
-        store(rings.cotangents, row["store_cotangent_from"], row["store_cotangent_slot"], wiring.store_cotangent_from),
+        cotangents=store(
+            rings.cotangents, row["store_cotangent_from"], row["store_cotangent_slot"], wiring.store_cotangent_from
+        ),
     )

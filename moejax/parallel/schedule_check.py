@@ -186,11 +186,17 @@ def check_wiring(schedule: Schedule, wiring: Wiring) -> None:
     when = op_ticks(schedule)
     split = {(m, q) for m, q in np.argwhere(when.weight != when.backward).tolist()}
     last = schedule.virtual_stages - 1
-    slots = {"activation": wiring.activation_slot, "cotangent": wiring.cotangent_slot, "stash": wiring.stash_slot}
+    slots = {
+        "activation": wiring.activation_slot,
+        "cotangent": wiring.cotangent_slot,
+        "stash": wiring.stash_slot,
+        "between": wiring.between_slot,
+    }
     sizes = {
         "activation": wiring.activation_slots,
         "cotangent": wiring.cotangent_slots,
         "stash": wiring.stash_slots,
+        "between": wiring.between_slots,
     }
     stores = (
         ("activation", wiring.store_activation_from, wiring.store_activation_slot),
@@ -206,8 +212,12 @@ def check_wiring(schedule: Schedule, wiring: Wiring) -> None:
         if left:
             _refuse(schedule, f"{why} is to go to {ring} slot {slot}, where {_value(schedule, old)} is still wanted")
         backwards = 2 if value in split else 1
-        forwards = 1 if ring == "activation" else 0
-        held[ring, stage, slot] = value, forwards + (backwards if ring != "activation" or wiring.keep_inputs else 0)
+        reads = {"activation": 1, "cotangent": backwards, "stash": backwards, "between": 1}[ring]
+        if ring == "activation" and wiring.keep_inputs:
+            reads += backwards
+        elif ring == "activation" and value[1] == last:  # its output takes the place of its input
+            reads += 1
+        held[ring, stage, slot] = value, reads
 
     for tick in range(schedule.ticks):
         sent: dict[int, tuple[str, tuple[int, int]]] = {}
@@ -215,9 +225,11 @@ def check_wiring(schedule: Schedule, wiring: Wiring) -> None:
             op, m = int(schedule.op[tick, stage]), int(schedule.microbatch[tick, stage])
             q = int(schedule.virtual_stage(stage, int(schedule.chunk[tick, stage])))
             wanted = {
-                "activation": q > 0 and (op == Op.FORWARD or wiring.keep_inputs),
+                "activation": q > 0
+                and (op == Op.FORWARD or wiring.keep_inputs or (q == last and op != Op.BACKWARD_WEIGHT)),
                 "cotangent": q < last and op != Op.FORWARD,
                 "stash": op != Op.FORWARD,
+                "between": op == Op.BACKWARD_WEIGHT,
             }
             for ring in (ring for ring, wants in wanted.items() if wants):
                 slot = int(slots[ring][tick, stage])
@@ -233,6 +245,9 @@ def check_wiring(schedule: Schedule, wiring: Wiring) -> None:
                     sent[stage] = "activation", (m, q + 1)
             elif op != Op.BACKWARD_WEIGHT and q > 0:
                 sent[stage] = "cotangent", (m, q - 1)
+            if op == Op.BACKWARD_INPUT:
+                at = _at(schedule, tick, stage)
+                put("between", stage, int(wiring.between_slot[tick, stage]), (m, q), f"{at}: what it hands on")
         for ring, origin, target in stores:
             for stage, place in np.argwhere(origin[tick] != From.NOBODY).tolist():
                 channel = From(int(origin[tick, stage, place]))

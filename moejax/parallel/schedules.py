@@ -116,21 +116,45 @@ def _lives(schedule: Schedule, start: np.ndarray, end: np.ndarray, first: int = 
     return Lives(schedule.stage_of(place + first), microbatch, place + first, start.ravel(), end.ravel())
 
 
-def activation_lives(schedule: Schedule, keep_inputs: bool = True) -> Lives:
+def activation_lives(
+    schedule: Schedule, keep_inputs: bool = True, ends_apart: bool = False, keep_outputs: bool = True
+) -> Lives:
     """Stage inputs that arrived: from the tick after they were sent until their last reader has run.
 
     keep_inputs: the backward reads the input again, so it lives until BACKWARD or BACKWARD_WEIGHT; otherwise until
-    FORWARD. The first virtual stage reads tokens and has none.
+    FORWARD. On the last virtual stage its place is then taken by that stage's output, which the loss needs in BACKWARD
+    or BACKWARD_INPUT. The first virtual stage reads tokens and has none.
+    ends_apart: embedding and loss are computed outside of the virtual stages: the first one's input comes just before
+    its FORWARD, the last one's output need not wait. keep_outputs=False: it need not wait anyway, since there are no
+    backwards.
     """
     when = op_ticks(schedule)
-    end = when.weight if keep_inputs else when.forward
-    return _lives(schedule, when.forward[:, :-1] + 1, end[:, 1:], first=1)
+    end = np.array(when.weight if keep_inputs else when.forward)
+    if keep_outputs and not keep_inputs and not ends_apart:
+        end[:, -1] = when.backward[:, -1]
+    sent = when.forward[:, :-1] + 1
+    if ends_apart:
+        return _lives(schedule, np.concatenate([when.forward[:, :1], sent], axis=1), end)
+    return _lives(schedule, sent, end[:, 1:], first=1)
 
 
-def cotangent_lives(schedule: Schedule) -> Lives:
-    """Output cotangents that arrived: until BACKWARD or BACKWARD_WEIGHT. The last virtual stage makes its own."""
+def cotangent_lives(schedule: Schedule, ends_apart: bool = False) -> Lives:
+    """Output cotangents that arrived: until BACKWARD or BACKWARD_WEIGHT. The last virtual stage makes its own.
+
+    ends_apart: it gets it from the loss, just after its FORWARD.
+    """
     when = op_ticks(schedule)
+    if ends_apart:
+        arrival = np.concatenate([when.backward[:, 1:], when.forward[:, -1:]], axis=1) + 1
+        return _lives(schedule, arrival, when.weight)
     return _lives(schedule, when.backward[:, 1:] + 1, when.weight[:, :-1])
+
+
+def between_lives(schedule: Schedule) -> Lives:
+    """What a BACKWARD_INPUT hands to its BACKWARD_WEIGHT: both ticks included. None for backwards in one piece."""
+    when = op_ticks(schedule)
+    lives = _lives(schedule, when.backward, when.weight)
+    return Lives(*(a[lives.start < lives.end] for a in lives))
 
 
 def stash_lives(schedule: Schedule) -> Lives:

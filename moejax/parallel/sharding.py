@@ -1,10 +1,12 @@
 """From logical axis names to mesh axes: where weights live, and where their master copy and moments live.
 
-One table, `RULES`, says which mesh axis a logical axis falls on; a weight is replicated over all others. Its fp32 master
-and moments are cut further, over every axis the weight is replicated on (ZeRO-1): `zero_layout` picks the dimension.
+One table, `RULES`, says which mesh axis a logical axis falls on; a weight is replicated over all others. Its fp32
+master and moments are cut further, over every axis the weight is replicated on (ZeRO-1): `zero_layout` picks the
+dimension.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +18,16 @@ from jaxtyping import PyTree
 from moejax.mesh import AXES, MeshShape
 
 RULES = {"layers": "pp", "experts": "ep"}
+SHARED_ENDS = RULES | {"vocab": "pp"}  # embedding and head cut over the stages by vocabulary
 
 
 def is_axes(x: Any) -> bool:
     return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
 
 
-def param_spec(axes: tuple[str, ...]) -> PartitionSpec:
+def param_spec(axes: tuple[str, ...], rules: Mapping[str, str] = RULES) -> PartitionSpec:
     """Where the working copy of a weight with these logical axes lives."""
-    return PartitionSpec(*(RULES.get(name) for name in axes))
+    return PartitionSpec(*(rules.get(name) for name in axes))
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,15 @@ class ZeroLayout:
     sum_axes: tuple[str, ...]
 
 
-def zero_layout(shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape) -> ZeroLayout:
+def zero_layout(
+    shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape, rules: Mapping[str, str] = RULES
+) -> ZeroLayout:
     """Cut the largest dimension that divides over as many replicas as possible.
 
     Preference: most devices first, then the largest dimension not already on a mesh axis.
     """
     sizes = {name: getattr(mesh, name) for name in AXES}
-    taken = [RULES.get(name) for name in axes]
+    taken = [rules.get(name) for name in axes]
     replicas = tuple(name for name in AXES if name not in taken and sizes[name] > 1)
     subsets = [tuple(n for i, n in enumerate(replicas) if mask >> i & 1) for mask in range(1, 2 ** len(replicas))]
     free = [d for d in range(len(shape)) if taken[d] is None]
@@ -62,9 +67,11 @@ def zero_layout(shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape) 
     return ZeroLayout(PartitionSpec(*taken), 0, (), replicas)
 
 
-def zero_layouts(params: PyTree[Any], axes: PyTree[Any], mesh: MeshShape) -> PyTree[ZeroLayout]:
+def zero_layouts(
+    params: PyTree[Any], axes: PyTree[Any], mesh: MeshShape, rules: Mapping[str, str] = RULES
+) -> PyTree[ZeroLayout]:
     """`zero_layout` of every weight; params give global shapes."""
-    return jax.tree.map(lambda p, a: zero_layout(p.shape, a, mesh), params, axes, is_leaf=is_axes)
+    return jax.tree.map(lambda p, a: zero_layout(p.shape, a, mesh, rules), params, axes, is_leaf=is_axes)
 
 
 def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:

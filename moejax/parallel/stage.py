@@ -1,28 +1,37 @@
-"""What one pipeline stage does with one microbatch: forward, and forward with backward.
+"""What one pipeline stage does with one microbatch: its layers forward, and backward in one piece or in two.
 
-    forward    x or tokens --blocks--> y
-    backward   x or tokens --blocks, keeping residuals--> loss or the cotangent that came --blocks reversed--> dx
+    forward       x --blocks--> y
+    keep          x --blocks--> y, and each block's residuals in a slot of the stash
+    pull          dy --blocks reversed, from the stash--> dx, and each layer's gradient added in its slot
+    pull_input    dy --blocks reversed, from the stash--> dx, and what the weight gradients need in a slot of `between`
+    pull_weight   stash, between --> gradients, no layer waiting for another
 
 The backward is written out, layer by layer: a scan over the blocks that keeps what each block's VJP needs, and a scan
-back that adds each layer's weight gradient to the fp32 accumulator in its slot. So there is never a second buffer of the
-size of all gradients, weights are never copied among the residuals, and nothing differentiates through a scan.
+back that adds each layer's weight gradient to the fp32 accumulator in its slot. So there is never a second buffer of
+the size of all gradients, weights are never copied among the residuals, and nothing differentiates through a scan. What
+is kept of a block, and how its backward is cut in two, is `block_program`'s.
 """
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int, PyTree
 
 from moejax.config import ModelConfig, Recompute
 from moejax.context import Context
 from moejax.models.transformer import Params, parts
-from moejax.moe.layer import RouterStatistics, zero_statistics
+from moejax.moe.statistics import RouterStatistics, merge, zero_statistics
+from moejax.parallel.block_program import BlockProgram
 from moejax.parallel.layout import Layout, StageKind
+
+# By stack of blocks: arrays [slots, layers, ...].
+Stash = dict[str, list[Array]]
+STACKS = ("dense_blocks", "moe_blocks")
 
 
 class Microbatch(NamedTuple):
@@ -57,12 +66,16 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class StageProgram:
-    """The code of all stages of one model. `slots` are this stage's MoE rows (0: none)."""
+    """The code of all stages of one model.
+
+    recompute: what a block's backward runs again. named: regions whose values it keeps all the same if recompute=named.
+    """
 
     model: ModelConfig
     layout: Layout
     compute: Any
     recompute: Recompute
+    named: tuple[str, ...] = ()
 
     @property
     def moe_slots(self) -> int:
@@ -82,20 +95,48 @@ class StageProgram:
         ]
         return [stack for stack in stacks if stack[1]]
 
-    def _block(self, name: str, context: Context, layer: Array) -> Callable[[Params, Array], Any]:
-        """f(params, x) -> ((y, auxiliary loss), statistics or None)."""
+    def _block(self, name: str, context: Context) -> Callable[[Params, Array, Any], Any]:
+        """f(params, x, known) -> ((y, auxiliary loss), statistics or None); known as `_known`, the rest from
+        context."""
         p = parts(self.model)
         part = p.moe_block if name == "moe_blocks" else p.dense_block
-        window = jnp.asarray(self.model.windows, jnp.int32)[layer]
-        here = context.for_layer(layer)
 
-        def block(params: Params, x: Array) -> Any:
+        def block(params: Params, x: Array, known: Any) -> Any:
+            arrays, window = known
+            here = replace(context, **arrays, transport=_Named(context.transport))
             y, auxiliary = part(params)(x, here, window)
             if auxiliary is None:
                 return (y, jnp.zeros((), jnp.float32)), None
             return (y, auxiliary.loss), auxiliary.statistics
 
-        return block
+        if self.recompute == Recompute.none:
+            return block
+        names = self.named if self.recompute == Recompute.named else ()
+        return jax.checkpoint(block, policy=lambda *a, **k: _is_kept(names, *a, **k))
+
+    def _known(self, context: Context, layer: Array) -> Any:
+        """What a block knows besides weights and activation: the arrays of its context, and its attention window."""
+        here = context.for_layer(layer)
+        arrays = {f.name: getattr(here, f.name) for f in fields(here)}
+        arrays = {name: value for name, value in arrays.items() if isinstance(value, jax.Array)}
+        return arrays, jnp.asarray(self.model.windows, jnp.int32)[layer]
+
+    def blocks(self, params: Params, x: Any, context: Context) -> dict[str, BlockProgram]:
+        """The program of a block of each stack; x: shape and dtype of an activation."""
+        layer, made = jnp.zeros((), jnp.int32), {}
+        for name in (name for name in STACKS if name in self.layout.stacks):
+            weights = jax.eval_shape(row, params[name], layer)
+            made[name] = BlockProgram(self._block(name, context), weights, x, self._known(context, layer))
+        return made
+
+    def empty_stash(self, blocks: dict[str, BlockProgram], slots: int, between: bool = False) -> Stash:
+        """Room for what blocks keep (or for what goes between the halves of their backwards), on any stage."""
+        stash = {}
+        for name, block in blocks.items():
+            layers = max(kind.n_dense if name == "dense_blocks" else kind.n_moe for kind in self.layout.kinds)
+            shapes = block.split() if between else block.kept
+            stash[name] = [jnp.zeros((slots, layers, *s.shape), s.dtype) for s in shapes]
+        return stash
 
     def embed(self, params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         with jax.named_scope("embedding"):
@@ -106,140 +147,194 @@ class StageProgram:
         with jax.named_scope("head"):
             return p.head(head).loss(x, labels, p.embedding(embedding))
 
-    def forward(
-        self, kind: StageKind, params: Params, x: Array | None, batch: Microbatch, context: Context, place: Place
-    ) -> Array:
-        """Activation for the next virtual stage; x is None on the first one, which reads the tokens."""
-        x = self.embed(params["embedding"], batch.tokens) if kind.first else x
+    def forward(self, kind: StageKind, params: Params, x: Array, context: Context, place: Place) -> Array:
         for name, count, slot, layer in self._stacks(kind, place):
+            block = self._block(name, context)
 
             def step(
-                x: Array, i: Array, name: str = name, slot: Array = slot, layer: Array = layer
+                x: Array, i: Array, name: str = name, slot: Array = slot, layer: Array = layer, block: Any = block
             ) -> tuple[Array, None]:
-                (y, _), _ = self._block(name, context, layer + i)(row(params[name], slot + i), x)
+                (y, _), _ = block(row(params[name], slot + i), x, self._known(context, layer + i))
                 return y, None
 
             x, _ = lax.scan(step, x, jnp.arange(count))
         return x
 
-    def backward(
+    def keep(
         self,
         kind: StageKind,
+        blocks: dict[str, BlockProgram],
         params: Params,
-        x: Array | None,
-        cotangent: Array | None,
-        batch: Microbatch,
+        x: Array,
         context: Context,
         place: Place,
-        gradients: Params,
+        stash: Stash,
+        slot: Array | int,
         totals: Totals,
-    ) -> tuple[Array, Params, Totals]:
-        """(cotangent for the virtual stage before, gradients and totals with this microbatch added).
+    ) -> tuple[Array, Stash, Totals]:
+        """(y, stash with this microbatch's residuals in `slot`, totals with its router losses added)."""
+        stash = dict(stash)
+        for name, count, first, layer in self._stacks(kind, place):
 
-        cotangent is None on the last virtual stage, which has the loss; the returned one is zeros on the first.
-        """
-        gradients = dict(gradients)
-        pull_embedding = None
-        if kind.first:
-            x, pull_embedding = jax.vjp(lambda p: self.embed(p, batch.tokens), params["embedding"])
-        kept = []
-        for name, count, slot, layer in self._stacks(kind, place):
-            x, residuals, auxiliary, statistics = self._keep(name, count, slot, layer, params[name], x, context)
-            kept.append((name, count, slot, layer, residuals))
-            totals = totals._replace(auxiliary=totals.auxiliary + auxiliary)
+            def step(
+                carry: Any, i: Array, name: str = name, first: Array = first, layer: Array = layer
+            ) -> tuple[Any, Any]:
+                x, rings = carry
+                known = self._known(context, layer + i)
+                ((y, loss), statistics), kept = blocks[name].keep(row(params[name], first + i), x, known)
+                return (y, _write(rings, kept, slot, i)), (loss, statistics)
+
+            (x, stash[name]), (losses, statistics) = lax.scan(step, (x, stash[name]), jnp.arange(count))
+            totals = totals._replace(auxiliary=totals.auxiliary + jnp.sum(losses))
             if statistics is not None:
-                totals = totals._replace(statistics=_add_rows(totals.statistics, statistics, slot))
-        if kind.last:
-            share = lambda h, e, x: self.head_loss(h, e, x, batch.labels)  # noqa: E731
-            loss, pull_head, sums = jax.vjp(share, params["head"], params["embedding"], x, has_aux=True)
-            d_head, d_embedding, cotangent = pull_head(jnp.ones_like(loss) / context.loss_tokens)
-            gradients["head"] = add(gradients["head"], d_head)
-            if self.model.tie_embeddings:
-                gradients["embedding"] = add(gradients["embedding"], d_embedding)
-            totals = totals._replace(cross_entropy=totals.cross_entropy + sums.cross_entropy, z=totals.z + sums.z)
-        for name, count, slot, layer, residuals in reversed(kept):
-            cotangent, gradients[name] = self._pull_back(
-                name, count, slot, layer, params[name], residuals, context, cotangent, gradients[name]
-            )
-        if pull_embedding is not None:
-            (d_embedding,) = pull_embedding(cotangent)
-            gradients["embedding"] = add(gradients["embedding"], d_embedding)
-            cotangent = jnp.zeros_like(cotangent)
-        return cotangent, gradients, totals
+                totals = totals._replace(statistics=_merge_rows(totals.statistics, statistics, first))
+        return x, stash, totals
 
-    def _keep(
-        self, name: str, count: int, slot: Array, layer: Array, stack: Params, x: Array, context: Context
-    ) -> tuple[Array, "Residuals", Array, RouterStatistics | None]:
-        """Forward through a stack, keeping what its backward needs; also the summed auxiliary loss, and statistics by layer."""
-        rebuild: dict[str, Any] = {}
-
-        def step(x: Array, i: Array) -> tuple[Array, Any]:
-            params = row(stack, slot + i)
-            block = self._block(name, context, layer + i)
-            if self.recompute == Recompute.block:
-                (y, loss), statistics = block(params, x)
-                return y, ([x], loss, statistics)
-            (y, loss), pull, statistics = jax.vjp(block, params, x, has_aux=True)
-            leaves, rebuild["tree"] = jax.tree.flatten(pull)
-            at_hand = {id(value): n for n, value in enumerate(_at_hand(params, context))}
-            rebuild["source"] = [at_hand.get(id(leaf)) for leaf in leaves]
-            return y, ([leaf for leaf in leaves if id(leaf) not in at_hand], loss, statistics)
-
-        x, (kept, losses, statistics) = lax.scan(step, x, jnp.arange(count))
-        return x, Residuals(kept, rebuild.get("tree"), rebuild.get("source", [])), jnp.sum(losses), statistics
-
-    def _pull_back(
+    def pull(
         self,
-        name: str,
-        count: int,
-        slot: Array,
-        layer: Array,
-        stack: Params,
-        residuals: "Residuals",
+        kind: StageKind,
+        blocks: dict[str, BlockProgram],
+        params: Params,
         context: Context,
+        place: Place,
+        stash: Stash,
+        slot: Array | int,
         cotangent: Array,
         gradients: Params,
     ) -> tuple[Array, Params]:
-        """Backward through a stack; each layer's gradient is added to its slot as soon as it is there."""
+        """(cotangent of the stage's input, gradients with this microbatch's added)."""
+        gradients = dict(gradients)
+        for name, count, first, layer in reversed(self._stacks(kind, place)):
 
-        def step(carry: tuple[Array, Params], inputs: tuple[Array, list[Array]]) -> tuple[Any, None]:
-            (dy, gradients), (i, kept) = carry, inputs
-            params = row(stack, slot + i)
-            if self.recompute == Recompute.block:
-                _, pull, _ = jax.vjp(self._block(name, context, layer + i), params, kept[0], has_aux=True)
-            else:
-                pull = residuals.rebuild(kept, _at_hand(params, context))
-            d_params, dx = pull((dy, jnp.ones((), jnp.float32)))
-            return (dx, add_row(gradients, d_params, slot + i)), None
+            def step(
+                carry: tuple[Array, Params], i: Array, name: str = name, first: Array = first, layer: Array = layer
+            ) -> tuple[Any, None]:
+                dy, sums = carry
+                known, kept = self._known(context, layer + i), _read(stash[name], slot, i)
+                dx, more = blocks[name].pull(row(params[name], first + i), known, kept, dy)
+                return (dx, add_row(sums, more, first + i)), None
 
-        (cotangent, gradients), _ = lax.scan(
-            step, (cotangent, gradients), (jnp.arange(count), residuals.kept), reverse=True
-        )
+            (cotangent, gradients[name]), _ = lax.scan(
+                step, (cotangent, gradients[name]), jnp.arange(count), reverse=True
+            )
         return cotangent, gradients
 
+    def pull_input(
+        self,
+        kind: StageKind,
+        blocks: dict[str, BlockProgram],
+        params: Params,
+        context: Context,
+        place: Place,
+        stash: Stash,
+        slot: Array | int,
+        cotangent: Array,
+        between: Stash,
+        between_slot: Array | int,
+    ) -> tuple[Array, Stash]:
+        """(cotangent of the stage's input, `between` with what the weight gradients need in its slot)."""
+        between = dict(between)
+        for name, count, first, layer in reversed(self._stacks(kind, place)):
 
-@dataclass
-class Residuals:
-    """Residuals of a stack of blocks, stacked by layer, without those that are at hand in the backward anyway.
+            def step(
+                carry: tuple[Array, list[Array]], i: Array, name: str = name, first: Array = first, layer: Array = layer
+            ) -> tuple[Any, None]:
+                dy, rings = carry
+                known, kept = self._known(context, layer + i), _read(stash[name], slot, i)
+                dx, handed_on = blocks[name].pull_input(row(params[name], first + i), known, kept, dy)
+                return (dx, _write(rings, handed_on, between_slot, i)), None
 
-    kept: arrays [layers, ...]. tree, source: how to put one layer's VJP together again; source[n] is the index of
-    leaf n among the arrays at hand, None if it is the next of `kept`.
+            (cotangent, between[name]), _ = lax.scan(step, (cotangent, between[name]), jnp.arange(count), reverse=True)
+        return cotangent, between
+
+    def pull_weight(
+        self,
+        kind: StageKind,
+        blocks: dict[str, BlockProgram],
+        params: Params,
+        context: Context,
+        place: Place,
+        stash: Stash,
+        slot: Array | int,
+        between: Stash,
+        between_slot: Array | int,
+        gradients: Params,
+    ) -> Params:
+        """Gradients with this microbatch's added."""
+        gradients = dict(gradients)
+        for name, count, first, layer in self._stacks(kind, place):
+
+            def step(
+                sums: Params, i: Array, name: str = name, first: Array = first, layer: Array = layer
+            ) -> tuple[Params, None]:
+                known, kept = self._known(context, layer + i), _read(stash[name], slot, i)
+                handed_on = _read(between[name], between_slot, i)
+                more = blocks[name].pull_weight(row(params[name], first + i), known, kept, handed_on)
+                return add_row(sums, more, first + i), None
+
+            gradients[name], _ = lax.scan(step, gradients[name], jnp.arange(count))
+        return gradients
+
+    def pull_head(
+        self, params: Params, y: Array, batch: Microbatch, context: Context, gradients: Params, totals: Totals
+    ) -> tuple[Array, Params, Totals]:
+        """(cotangent of the last block's output, gradients and totals with the head's and the loss's added)."""
+        gradients = dict(gradients)
+        share = lambda h, e, x: self.head_loss(h, e, x, batch.labels)  # noqa: E731
+        loss, pull, sums = jax.vjp(share, params["head"], params["embedding"], y, has_aux=True)
+        d_head, d_embedding, cotangent = pull(jnp.ones_like(loss) / context.loss_tokens)
+        gradients["head"] = add(gradients["head"], d_head)
+        if self.model.tie_embeddings:
+            gradients["embedding"] = add(gradients["embedding"], d_embedding)
+        return cotangent, gradients, add_losses(totals, sums)
+
+    def pull_embedding(self, params: Params, batch: Microbatch, cotangent: Array, gradients: Params) -> Params:
+        """Gradients with the embedding's added."""
+        _, pull = jax.vjp(lambda p: self.embed(p, batch.tokens), params["embedding"])
+        (d_embedding,) = pull(cotangent)
+        return gradients | {"embedding": add(gradients["embedding"], d_embedding)}
+
+
+class _Named:
+    """A transport whose arriving rows have a name that a recompute policy can keep them by."""
+
+    def __init__(self, transport: Any):
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def dispatch(self, *arguments: Any) -> Any:
+        arrivals = self._transport.dispatch(*arguments)
+        return arrivals._replace(rows=jax.tree.map(lambda x: checkpoint_name(x, "dispatch"), arrivals.rows))
+
+
+def _is_kept(names: tuple[str, ...], primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """The policy of recomputed blocks: values with one of these names, and always the experts that top-k chose.
+
+    What is chosen once is not chosen again: a second top-k, compiled into another fusion, could break a tie otherwise.
     """
-
-    kept: list[Array]
-    tree: Any
-    source: list[int | None]
-
-    def rebuild(self, kept: list[Array], at_hand: list[Array]) -> Any:
-        waiting = iter(kept)
-        leaves = [next(waiting) if n is None else at_hand[n] for n in self.source]
-        return jax.tree.unflatten(self.tree, leaves)
+    return parameters.get("name") in names if primitive.name == "name" else primitive.name == "top_k"
 
 
-def _at_hand(params: Params, context: Context) -> list[Array]:
-    """Arrays that need no keeping: this layer's weights, and what belongs to the microbatch."""
-    fields = (getattr(context, field.name) for field in dataclasses.fields(context))
-    return [*jax.tree.leaves(params), *(value for value in fields if isinstance(value, jax.Array))]
+def _write(rings: list[Array], values: list[Array], slot: Array | int, layer: Array) -> list[Array]:
+    def one(ring: Array, value: Array) -> Array:
+        where = (slot, layer, *[0] * value.ndim)
+        return lax.dynamic_update_slice(ring, value[None, None].astype(ring.dtype), where)
+
+    return [one(ring, value) for ring, value in zip(rings, values, strict=True)]
+
+
+def _read(rings: list[Array], slot: Array | int, layer: Array) -> list[Array]:
+    def one(ring: Array) -> Array:
+        sizes = (1, 1, *ring.shape[2:])
+        return lax.dynamic_slice(ring, (slot, layer, *[0] * (ring.ndim - 2)), sizes)[0, 0]
+
+    return [one(ring) for ring in rings]
+
+
+def add_losses(totals: Totals, sums: Any) -> Totals:
+    return totals._replace(cross_entropy=totals.cross_entropy + sums.cross_entropy, z=totals.z + sums.z)
 
 
 def row(stack: PyTree[Array], index: Array) -> PyTree[Array]:
@@ -257,9 +352,8 @@ def add_row(stack: PyTree[Array], more: PyTree[Array], index: Array) -> PyTree[A
     return jax.tree.map(lambda s, m: s.at[index].add(m.astype(s.dtype)), stack, more)
 
 
-def _add_rows(stack: PyTree[Array], more: PyTree[Array], first: Array) -> PyTree[Array]:
-    def one(s: Array, m: Array) -> Array:
-        there = lax.dynamic_slice_in_dim(s, first, m.shape[0])
-        return lax.dynamic_update_slice_in_dim(s, there + m, first, axis=0)
-
-    return jax.tree.map(one, stack, more)
+def _merge_rows(stack: RouterStatistics, more: RouterStatistics, first: Array) -> RouterStatistics:
+    """Statistics of a few layers into their slots."""
+    there = jax.tree.map(lambda s, m: lax.dynamic_slice_in_dim(s, first, m.shape[0]), stack, more)
+    merged = merge(there, more)
+    return jax.tree.map(lambda s, m: lax.dynamic_update_slice_in_dim(s, m, first, axis=0), stack, merged)

@@ -1,6 +1,6 @@
 """The train step: one manual region for forward and backward, then Optax on the shards, all in one compiled program.
 
-    params, batch --region: pipeline of stages, experts over ep, gradients reduced over the replicas--> fp32 gradient shards
+    params, batch --region: stages over pp, experts over ep, gradients reduced over the replicas--> fp32 gradient shards
     gradient shards, master, moments --optax--> master, moments --cast, all-gather--> params
 
 `TrainProgram` holds what belongs to a (config, mesh) pair: shardings, abstract state, and the compiled functions.
@@ -8,6 +8,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax
@@ -18,20 +19,23 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from moejax.config import Config, Transport
+from moejax.config import Config, PipelineEnds, Recompute, Region, RegionsConfig, ScoreBias, Stash
 from moejax.context import Context
+from moejax.errors import UserError
 from moejax.mesh import DATA_AXES, MeshShape, check_fit
 from moejax.models.head import IGNORED
 from moejax.models.transformer import Params, abstract_params, init_params, logical_axes
-from moejax.moe import dispatch
-from moejax.moe.layer import RouterStatistics
-from moejax.moe.rowwise import Rowwise
+from moejax.moe.choose import choose_transport
+from moejax.moe.selection import move_score_bias
+from moejax.moe.statistics import RouterStatistics, reduce_over_devices
 from moejax.parallel import pipeline, sharding
 from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
 from moejax.parallel.optimizer import learning_rate, make_optimizer
 from moejax.parallel.schedule_check import check
+from moejax.parallel.schedule_csv import load_csv
 from moejax.parallel.schedule_makers import make_schedule
-from moejax.parallel.schedule_wiring import Wiring, wire
+from moejax.parallel.schedule_wiring import wire
+from moejax.parallel.schedules import Schedule
 from moejax.parallel.stage import Microbatch, StageProgram, Totals
 
 BATCH_SPEC = PartitionSpec(None, DATA_AXES)  # [microbatches, sequences, tokens]
@@ -41,24 +45,27 @@ class TrainState(NamedTuple):
     """Everything that training changes. Stacked blocks are in the order stages hold them (`layout.to_physical`).
 
     step: int32; optimizer steps done. params: working weights. master: fp32. moments: optax state.
+    score_bias: fp32[L, E]; of the routers' choice, by MoE layer in model order; None without any. Zeros unless used.
     """
 
     step: Array
     params: Params
     master: Params
     moments: Any
+    score_bias: Array | None
 
 
 class PortableState(NamedTuple):
     """What a checkpoint holds: all in fp32 and in model order, so that any mesh, schedule or precision can take it up.
 
-    step: int32. master, first_moment, second_moment: as `transformer.abstract_params`.
+    step: int32. master, first_moment, second_moment: as `transformer.abstract_params`. score_bias: as in `TrainState`.
     """
 
     step: Array
     master: Params
     first_moment: Params
     second_moment: Params
+    score_bias: Array | None
 
 
 class StepMetrics(NamedTuple):
@@ -66,7 +73,8 @@ class StepMetrics(NamedTuple):
 
     loss: cross entropy in nats. z_loss: weighted, of the output logits. auxiliary_loss: weighted, of the routers.
     gradient_norm: global, before clipping. learning_rate. tokens: non-ignored ones.
-    routing: per MoE layer in model order, None without any: counts [L, E] routes; balance and z [L], unweighted, per token.
+    routing: `RouterStatistics` with a leading axis of MoE layers in model order, None without any: sums over the batch,
+        but scores, balance, z and margin divided by tokens.
     """
 
     loss: Array
@@ -78,12 +86,27 @@ class StepMetrics(NamedTuple):
     routing: RouterStatistics | None
 
 
-def choose_transport(config: Config, shape: MeshShape) -> dispatch.Transport:
-    """`auto` is `local` on one expert-parallel device and `rowwise` on more."""
-    wanted = config.parallel.experts.transport
-    if wanted == Transport.rowwise or (wanted == Transport.auto and shape.ep > 1):
-        return Rowwise("ep", shape.ep)
-    return dispatch.Local()
+def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
+    """The table that `parallel.pipeline` asks for, checked; without stages one chunk in the order of 1F1B."""
+    pipe = config.parallel.pipeline
+    if pipe.table is not None:
+        schedule = load_csv(pipe.table)
+        asked = (("stages", stages, schedule.stages), ("microbatches", microbatches, schedule.microbatches))
+        for what, wanted, has in asked:
+            if wanted != has:
+                raise UserError(
+                    f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; "
+                    f"make a table for {wanted}."
+                )
+        return schedule
+    name, chunks = pipe.schedule.value, pipe.chunks
+    if chunks is None:
+        chunks = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
+    if stages == 1:
+        name, chunks = "1f1b", 1
+    schedule = make_schedule(name, stages, microbatches, chunks)
+    check(schedule)
+    return schedule
 
 
 class TrainProgram:
@@ -101,14 +124,23 @@ class TrainProgram:
         self.shape = MeshShape(**dict(mesh.shape))
         check_fit(config, self.shape)
         model, pipe = config.model, config.parallel.pipeline
-        self.schedule = make_schedule(pipe.schedule.value, self.shape.pp, pipe.microbatches)
-        check(self.schedule)
-        self.wiring: Wiring = wire(self.schedule)
-        self.evaluation_wiring = pipeline.forward_only(self.shape.pp, pipe.microbatches)
-        self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule)
-        self.transport = choose_transport(config, self.shape)
+        self.schedule = choose_schedule(config, self.shape.pp, pipe.microbatches)
+        self.ends_apart = pipe.ends == PipelineEnds.sharded and self.shape.pp > 1
+        if self.ends_apart and model.vocab_size % self.shape.pp:
+            raise UserError(
+                f"parallel.pipeline.ends=sharded cuts model.vocab_size={model.vocab_size} into pp={self.shape.pp} "
+                "parts, which do not come out even; pad the vocabulary, or set ends=stages."
+            )
+        self.rules = sharding.SHARED_ENDS if self.ends_apart else sharding.RULES
+        self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule, self.ends_apart)
+        self.choice = choose_transport(config, self.shape)
+        self.transport = self.choice.transport
         self.stages = StageProgram(
-            model, self.layout, jnp.dtype(config.precision.compute.value), config.parallel.recompute
+            model,
+            self.layout,
+            jnp.dtype(config.precision.compute.value),
+            Recompute.named if pipe.stash == Stash.named else config.parallel.recompute,
+            tuple(f.name for f in fields(RegionsConfig) if getattr(config.parallel.regions, f.name) == Region.keep),
         )
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.params_dtype = jnp.dtype(config.precision.params.value)
@@ -116,11 +148,23 @@ class TrainProgram:
         self.axes = logical_axes(model)
         self.logical_params = abstract_params(model)
         self.abstract = jax.eval_shape(self._to_physical, self.logical_params)
-        self.param_specs = jax.tree.map(sharding.param_spec, self.axes, is_leaf=sharding.is_axes)
-        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape)
+        self.param_specs = jax.tree.map(
+            lambda axes: sharding.param_spec(axes, self.rules), self.axes, is_leaf=sharding.is_axes
+        )
+        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape, self.rules)
         self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self.evaluate = jax.jit(self._evaluate)
+
+    def pipeline(self, microbatches: int, training: bool = True) -> pipeline.Pipeline:
+        """The table that a batch of this many microbatches is run by."""
+        pipe = self.config.parallel.pipeline
+        schedule = choose_schedule(self.config, self.shape.pp, microbatches)
+        if not training:
+            return pipeline.Pipeline(pipeline.forward_only(schedule, self.ends_apart), pipe.mode)
+        # one virtual stage runs its backward right after its forward: there is nothing to keep between the two
+        keep_inputs = pipe.stash == Stash.inputs or schedule.virtual_stages == 1
+        return pipeline.Pipeline(wire(schedule, keep_inputs, self.ends_apart), pipe.mode)
 
     # --- layouts and shardings -------------------------------------------------------------------------------------
 
@@ -144,7 +188,8 @@ class TrainProgram:
         moments = optax.tree_map_params(
             self.optimizer, lambda _, s: s, abstract.moments, master, transform_non_params=lambda _: replicated
         )
-        return TrainState(replicated, self.named(self.param_specs), master, moments)
+        bias = None if abstract.score_bias is None else replicated
+        return TrainState(replicated, self.named(self.param_specs), master, moments, bias)
 
     def data_shard(self) -> tuple[int, int]:
         """(i, n): this process feeds part i of n equal parts of each batch; processes of other stages may share it."""
@@ -152,20 +197,30 @@ class TrainProgram:
         per_part = sequences // self.config.parallel.pipeline.microbatches
         shape = (self.config.parallel.pipeline.microbatches, per_part, self.config.data.sequence_length)
         mine = NamedSharding(self.mesh, BATCH_SPEC).addressable_devices_indices_map(shape).values()
-        starts = sorted({index[1].indices(per_part)[0] for index in mine})
+        starts = sorted({index[1].indices(per_part)[0] for index in mine if index is not None})
         size = per_part // self.shape.data_shards * len(starts)
         return starts[0] // size, per_part // size
 
     def place_batch(self, batch: Mapping[str, np.ndarray]) -> Microbatch:
         """This process's rows of a batch, [sequences, S] each, to a global Microbatch of [M, B, S] on the devices.
 
-        Sequence i belongs to microbatch i mod M, so that the microbatches are the same however many processes there are.
+        Sequence i belongs to microbatch i mod M, so that the microbatches are the same however many processes there
+        are. M follows from the number of sequences, microbatches being as large as the config has them; what is missing
+        to the last whole one is padding, which is routed nowhere, has no loss and is counted nowhere. A new M compiles
+        anew.
         """
-        parts = self.config.parallel.pipeline.microbatches
+        _, shards = self.data_shard()
+        config = self.config
+        whole = (
+            config.train.batch_tokens // config.data.sequence_length // config.parallel.pipeline.microbatches // shards
+        )
+        parts = -(-len(batch["tokens"]) // whole)
         placed = NamedSharding(self.mesh, BATCH_SPEC)
+        filler = {"tokens": 0, "labels": IGNORED, "segment_ids": -1, "positions": 0}
 
         def place(name: str) -> Array:
             x = np.asarray(batch[name], np.int32)
+            x = np.pad(x, ((0, parts * whole - len(x)), (0, 0)), constant_values=filler[name])
             by_microbatch = np.ascontiguousarray(x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1))
             return jax.make_array_from_process_local_data(placed, by_microbatch)
 
@@ -176,11 +231,16 @@ class TrainProgram:
     def _fresh(self, key: Array) -> TrainState:
         return self._with_params(init_params(self.config.model, key))
 
-    def _with_params(self, params: Params) -> TrainState:
+    def _zero_score_bias(self) -> Array | None:
+        model = self.config.model
+        return jnp.zeros((model.n_moe_layers, model.moe.num_experts), jnp.float32) if model.n_moe_layers else None
+
+    def _with_params(self, params: Params, score_bias: Array | None = None) -> TrainState:
         """The state of step 0 from logical fp32 weights."""
         master = self._to_physical(params)
         weights = jax.tree.map(lambda p: p.astype(self.params_dtype), master)
-        return TrainState(jnp.zeros((), jnp.int32), weights, master, self.optimizer.init(master))
+        bias = self._zero_score_bias() if score_bias is None else score_bias
+        return TrainState(jnp.zeros((), jnp.int32), weights, master, self.optimizer.init(master), bias)
 
     def init(self) -> TrainState:
         """Fresh weights from `train.seed`: the same on every mesh."""
@@ -194,33 +254,49 @@ class TrainProgram:
             return {}
         return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-    def with_params(self, params: Params) -> TrainState:
+    def lower(self, microbatches: int | None = None) -> Any:
+        """The step lowered from shapes alone, to `.compile()` on devices that need not be there."""
+        config = self.config
+        parts = config.parallel.pipeline.microbatches
+        sequences = config.train.batch_tokens // config.data.sequence_length // parts
+        shape = (microbatches or parts, sequences, config.data.sequence_length)
+        shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        state = jax.tree.map(placed, shapes, self.state_shardings())
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, BATCH_SPEC))
+        with jax.set_mesh(self.mesh), jax.default_device(self.mesh.devices.flat[0]):
+            return self.step.lower(state, Microbatch(tokens, tokens, tokens, tokens))
+
+    def with_params(self, params: Params, score_bias: Array | np.ndarray | None = None) -> TrainState:
         """The state of step 0 with given weights, in model order (`abstract_params`), e.g. from an importer."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._with_params, out_shardings=self.state_shardings())(params)
+            return jax.jit(self._with_params, out_shardings=self.state_shardings())(params, score_bias)
 
     # --- what outlives the mesh ------------------------------------------------------------------------------------
 
     def portable_shardings(self) -> PortableState:
-        """Shardings of the portable state on this mesh: as the master's, layers whole where stages pad or reorder them."""
+        """Shardings of the portable state on this mesh: as the master's, layers whole where stages pad or reorder
+        them."""
 
         def spec(shape: Any, axes: tuple[str, ...], stack: StackLayout | None) -> PartitionSpec:
             if stack is None or stack.identity:
-                return sharding.zero_layout(shape.shape, axes, self.shape).spec
+                return sharding.zero_layout(shape.shape, axes, self.shape, self.rules).spec
             # the layer axis of the logical stack does not divide over pp: cut another dimension over all replicas
-            return sharding.zero_layout(shape.shape, ("", *axes[1:]), self.shape).spec
+            return sharding.zero_layout(shape.shape, ("", *axes[1:]), self.shape, self.rules).spec
 
         specs = {
             name: jax.tree.map(lambda s, a, n=name: spec(s, a, self.layout.stacks.get(n)), shapes, self.axes[name])
             for name, shapes in self.logical_params.items()
         }
         weights = self.named(specs)
-        return PortableState(NamedSharding(self.mesh, PartitionSpec()), weights, weights, weights)
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        bias = replicated if self.config.model.n_moe_layers else None
+        return PortableState(replicated, weights, weights, weights, bias)
 
     def portable_target(self) -> PortableState:
         """Shapes, dtypes and shardings to restore a portable state into."""
         weights, step = self.logical_params, jax.ShapeDtypeStruct((), jnp.int32)
-        abstract = PortableState(step, weights, weights, weights)
+        abstract = PortableState(step, weights, weights, weights, jax.eval_shape(self._zero_score_bias))
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, self.portable_shardings()
         )
@@ -237,10 +313,11 @@ class TrainProgram:
 
     def _portable(self, state: TrainState) -> PortableState:
         first, second = (optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu"))
-        return PortableState(state.step, *map(self._to_logical, (state.master, first, second)))
+        master, first, second = map(self._to_logical, (state.master, first, second))
+        return PortableState(state.step, master, first, second, state.score_bias)
 
     def _from_portable(self, portable: PortableState) -> TrainState:
-        state = self._with_params(portable.master)
+        state = self._with_params(portable.master, portable.score_bias)
         first, second = map(self._to_physical, (portable.first_moment, portable.second_moment))
         # every count in the optimizer's state is the number of steps done
         moments = optax.tree_utils.tree_set(state.moments, mu=first, nu=second, count=portable.step)
@@ -248,30 +325,33 @@ class TrainProgram:
 
     # --- the step --------------------------------------------------------------------------------------------------
 
-    def gradients(self, params: Params, batch: Microbatch, key: Array) -> tuple[Params, Totals, Array]:
+    def gradients(
+        self, params: Params, batch: Microbatch, key: Array, score_bias: Array | None = None
+    ) -> tuple[Params, Totals, Array]:
         """fp32 gradients sharded as the master, totals over the whole batch, and the number of non-ignored tokens."""
-        statistics = RouterStatistics(*[PartitionSpec("pp")] * 4) if self.stages.moe_slots else None
+        by_stage = [PartitionSpec("pp")] * len(RouterStatistics._fields)
+        statistics = RouterStatistics(*by_stage) if self.stages.moe_slots else None
         scalar = PartitionSpec()
         region = jax.shard_map(
             self._region,
             mesh=self.mesh,
-            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
+            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar, scalar),
             out_specs=(self.zero_specs, Totals(scalar, scalar, scalar, statistics), scalar),
             check_vma=False,
         )
-        return region(params, batch, key)
+        return region(params, batch, key, score_bias)
 
-    def _evaluate(self, params: Params, batch: Microbatch) -> tuple[Array, Array]:
+    def _evaluate(self, params: Params, batch: Microbatch, score_bias: Array | None = None) -> tuple[Array, Array]:
         """(sum of cross entropy in nats, non-ignored tokens) of a batch, forward only."""
         scalar = PartitionSpec()
         region = jax.shard_map(
             self._evaluation_region,
             mesh=self.mesh,
-            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4)),
+            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
             out_specs=(scalar, scalar),
             check_vma=False,
         )
-        return region(params, batch)
+        return region(params, batch, score_bias)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -280,28 +360,39 @@ class TrainProgram:
     def _sum_over_data(self, x: Any) -> Any:
         return lax.psum(x, self.data_axes) if self.data_axes else x
 
-    def _region(self, params: Params, batch: Microbatch, key: Array) -> tuple[Params, Totals, Array]:
-        gradients, totals, loss_tokens = self._run(params, batch, key, self.wiring)
+    def _region(
+        self, params: Params, batch: Microbatch, key: Array, score_bias: Array | None
+    ) -> tuple[Params, Totals, Array]:
+        gradients, totals, loss_tokens = self._run(params, batch, key, score_bias, training=True)
         with jax.named_scope("reduce_gradients"):
             gradients = jax.tree.map(sharding.reduce_gradient, gradients, self.zero)
         return gradients, self._global(totals), loss_tokens
 
-    def _evaluation_region(self, params: Params, batch: Microbatch) -> tuple[Array, Array]:
+    def _evaluation_region(self, params: Params, batch: Microbatch, score_bias: Array | None) -> tuple[Array, Array]:
         # random routing, if that is asked for, draws the same in every evaluation
-        _, totals, loss_tokens = self._run(params, batch, jax.random.key(0), self.evaluation_wiring)
+        _, totals, loss_tokens = self._run(params, batch, jax.random.key(0), score_bias, training=False)
         return self._global(totals).cross_entropy, loss_tokens
 
     def _global(self, totals: Totals) -> Totals:
-        scalars = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), (*self.data_axes, "pp"))
-        return Totals(*scalars, self._sum_over_data(totals.statistics))
+        everywhere = (*self.data_axes, "pp")
+        cross_entropy, z, auxiliary = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), everywhere)
+        statistics = totals.statistics
+        if statistics is not None and self.data_axes:
+            statistics = reduce_over_devices(statistics, self._sum_over_data, lambda x: lax.pmax(x, self.data_axes))
+        return Totals(cross_entropy, z, auxiliary, statistics)
 
-    def _run(self, params: Params, batch: Microbatch, key: Array, wiring: Wiring) -> tuple[Params, Totals, Array]:
-        """The pipeline on this device's part, inside the manual region; the third is the count of non-ignored tokens."""
+    def _run(
+        self, params: Params, batch: Microbatch, key: Array, score_bias: Array | None, training: bool
+    ) -> tuple[Params, Totals, Array]:
+        """The pipeline on this device's part, inside the manual region; the third is the non-ignored tokens' count."""
         # counts are whole numbers below 2^24 per device, summed exactly
         loss_tokens = jnp.maximum(self._sum_over_data(jnp.sum(batch.labels != IGNORED).astype(jnp.float32)), 1.0)
         tokens_M = self._sum_over_data(jnp.sum(batch.segment_ids >= 0, axis=(1, 2)).astype(jnp.float32))
+        tokens_M = jnp.maximum(tokens_M, 1.0)  # a microbatch of padding alone has no balance, and no 0 / 0 either
         local = batch.tokens.shape[1]
         shard = lax.axis_index(self.data_axes) if self.data_axes else 0
+        if score_bias is not None:  # a row for each layer of the model, dense ones included
+            score_bias = jnp.pad(score_bias, ((self.config.model.n_dense_layers, 0), (0, 0)))
 
         def context_of(microbatch: Array, here: Microbatch) -> Context:
             return Context(
@@ -313,14 +404,17 @@ class TrainProgram:
                 transport=self.transport,
                 sum_over_data=self._sum_over_data,
                 key=jax.random.fold_in(key, microbatch),
+                score_bias=score_bias,
+                training=training,
             )
 
-        gradients, totals = pipeline.run(self.stages, wiring, params, batch, context_of)
+        table = self.pipeline(batch.tokens.shape[0], training)
+        gradients, totals = pipeline.run(self.stages, table, params, batch, context_of)
         return gradients, totals, loss_tokens
 
     def _step(self, state: TrainState, batch: Microbatch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), state.step)
-        gradients, totals, tokens = self.gradients(state.params, batch, key)
+        gradients, totals, tokens = self.gradients(state.params, batch, key, state.score_bias)
         with jax.named_scope("optimizer"):
             updates, moments = self.optimizer.update(gradients, state.moments, state.master)
             master = optax.apply_updates(state.master, updates)
@@ -332,9 +426,8 @@ class TrainProgram:
         statistics = totals.statistics
         if statistics is not None:
             layers = to_logical(statistics, self.layout.stacks["moe_blocks"])
-            statistics = layers._replace(
-                scores=layers.scores / tokens, balance=layers.balance / tokens, z=layers.z / tokens
-            )
+            per_token = ("scores", "balance", "z", "margin")
+            statistics = layers._replace(**{name: getattr(layers, name) / tokens for name in per_token})
         metrics = StepMetrics(
             loss=totals.cross_entropy / tokens,
             z_loss=self.config.model.z_loss * totals.z / tokens,
@@ -344,7 +437,13 @@ class TrainProgram:
             tokens=tokens,
             routing=statistics,
         )
-        return TrainState(state.step + 1, params, master, moments), metrics
+        return TrainState(state.step + 1, params, master, moments, self._next_score_bias(state, statistics)), metrics
+
+    def _next_score_bias(self, state: TrainState, statistics: RouterStatistics | None) -> Array | None:
+        router = self.config.model.moe.router
+        if router.score_bias != ScoreBias.sign or statistics is None or state.score_bias is None:
+            return state.score_bias
+        return move_score_bias(state.score_bias, statistics.counts, router.score_bias_rate)
 
     def receive_buffer_rows(self) -> int:
         """Rows of the expert receive buffer on each device."""

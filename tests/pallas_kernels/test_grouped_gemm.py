@@ -1,6 +1,7 @@
-"""The grouped GEMM equals its float64 reference, forward and backward, wherever it is called from."""
+"""The grouped GEMM equals its float64 reference, forward and backward, wherever it is called from; bench included."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from pallas_kernels import (
     grouped_gemm_weight_grad_reference,
     resolve_implementation,
 )
+from pallas_kernels.bench import DIRECTIONS, ROUTINGS, draw_group_sizes, main
 from pallas_kernels.grouped_gemm_cpu import tile_heights
 
 D, F = 12, 20
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 5e-6, "bfloat16": 1e-2}
 
 
 def operands(rows: int, sizes: list[int], seed: int = 0, dtype: str = "float32", transpose_rhs: bool = False):
@@ -155,7 +157,7 @@ def test_second_derivative():
 
 def test_inside_scan_switch_while_and_checkpoint():
     lhs, rhs, _, group_sizes = operands(40, [7, 0, 33])
-    rhs = jnp.concatenate([rhs, jnp.swapaxes(rhs, 0, 0)], axis=2)[:, :, :D]  # square, so that layers can follow layers
+    rhs = rhs[:, :, :D]  # square, so that layers can follow layers
 
     def stack(product):
         def layer(x, i):
@@ -279,3 +281,38 @@ def test_empty_operands():
 
 def test_public_names():
     assert all(hasattr(pallas_kernels, name) for name in pallas_kernels.__all__)
+
+
+SMALL_BENCH = ["--rows", "64", "--width", "8", "--hidden", "4", "--repeats", "2"]
+
+
+def test_bench_writes_a_row_per_number_of_groups_and_direction(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["--groups", "2,5", "--json", str(file), *SMALL_BENCH]) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["groups"], row["direction"]) for row in rows] == [(n, d) for n in (2, 5) for d in DIRECTIONS]
+    for row in rows:
+        assert row["rows"] == 64 and row["implementation"] == "loop" and row["routing"] == "dirichlet"
+        assert row["dense_ratio"] > 0 and row["ragged_dot_speedup"] > 0 and row["gflops"] > 0
+        assert row["max_abs_error"] < 1e-4
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--groups", "2,x"], ["--groups", "0"], ["--implementation", "mosaic"], ["--json", "/no/such/folder/rows.json"]],
+)
+def test_bench_says_what_is_wrong_in_a_sentence(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*SMALL_BENCH, *arguments])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].endswith(".")
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_drawn_group_sizes_use_every_row_and_repeat_by_seed(routing):
+    sizes = draw_group_sizes(16, 1000, routing, seed=3)
+    assert sizes.dtype == np.int32 and sizes.shape == (16,) and sizes.sum() == 1000 and sizes.min() >= 0
+    np.testing.assert_array_equal(sizes, draw_group_sizes(16, 1000, routing, seed=3))
+    uneven = np.any(sizes != draw_group_sizes(16, 1000, routing, seed=4))
+    assert uneven == (routing != "uniform")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moejax import config as c
-from moejax.checkpoint.olmo_core import import_model_config, import_params
+from moejax.checkpoint.olmo_core import import_model_config, import_params, import_score_bias
 from moejax.mesh import MeshShape, make_mesh
 from moejax.models.transformer import Transformer
 from moejax.parallel.step import TrainProgram
@@ -35,6 +35,7 @@ class Golden:
         self.arrays = dict(np.load(path))
         self.model = import_model_config(json.loads(str(self.arrays["config"])))
         self.params = import_params(self.model, named(self.arrays, "param/"))
+        self.score_bias = import_score_bias(self.model, named(self.arrays, "buffer/"))
         ids = self.arrays["ids"]
         self.batch = {
             "tokens": ids,
@@ -75,15 +76,16 @@ def test_there_are_goldens():
 
 
 def test_logits(golden: Golden):
-    logits = Transformer(golden.model, golden.params)(jnp.asarray(golden.arrays["ids"], jnp.int32))
+    model = Transformer(golden.model, golden.params, score_bias=golden.score_bias)
+    logits = model(jnp.asarray(golden.arrays["ids"], jnp.int32))
     np.testing.assert_allclose(logits, golden.arrays["logits"], rtol=0, atol=2e-5)
 
 
 def test_loss_and_gradients(golden: Golden):
     program = golden.program()
-    state = program.with_params(golden.params)
+    state = program.with_params(golden.params, golden.score_bias)
     batch = program.place_batch(golden.batch)
-    gradients, totals, tokens = jax.jit(program.gradients)(state.params, batch, jax.random.key(0))
+    gradients, totals, tokens = jax.jit(program.gradients)(state.params, batch, jax.random.key(0), state.score_bias)
     cross_entropy, z = totals.cross_entropy / tokens, golden.model.z_loss * totals.z / tokens
     np.testing.assert_allclose(cross_entropy, golden.arrays["ce"], rtol=1e-6)
     np.testing.assert_allclose(cross_entropy + z, golden.arrays["loss"], rtol=1e-6)
@@ -99,7 +101,7 @@ def test_loss_and_gradients(golden: Golden):
 def test_balance_metrics(golden: Golden):
     """The original's own metrics, from our routing statistics."""
     program = golden.program()
-    state = program.with_params(golden.params)
+    state = program.with_params(golden.params, golden.score_bias)
     _, metrics = program.step(state, program.place_batch(golden.batch))
     theirs = named(golden.arrays, "metric/")
     counts = np.asarray(metrics.routing.counts)
@@ -114,7 +116,7 @@ def test_balance_metrics(golden: Golden):
 
 def test_ten_steps(golden: Golden):
     program = golden.program()
-    state = program.with_params(golden.params)
+    state = program.with_params(golden.params, golden.score_bias)
     batch = program.place_batch(golden.batch)
     losses = []
     for _ in golden.arrays["trace"]:

@@ -1,0 +1,1 @@
+"""GPUs: their figures, and compiling for one that is not there."""
