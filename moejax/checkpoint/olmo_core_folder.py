@@ -56,7 +56,7 @@ class OlmoCoreFolder:
         self.step = self._step(steps)
 
     def _sort_tensors(self) -> tuple[dict[str, dict[str, str]], list[str], list[str]]:
-        """Role to {name: key in the checkpoint}, the keys of the step counts, and buffers; refuses what has no place."""
+        """Role to {name: key in the checkpoint}, those of step counts, and buffers; refuses what has no place."""
         keys: dict[str, dict[str, str]] = {}
         steps, buffers = [], []
         for key in self._checkpoint.tensors:
