@@ -38,6 +38,7 @@ class LoadedModel:
             config = dataclasses.replace(config, precision=PrecisionConfig(Dtype(dtype), Dtype(dtype)))
         self.config: Config = config
         self.program = InferenceProgram(config, mesh)
+        self.program.take_score_bias(saved.score_bias())
         self.params: Params = self.program.place(saved.params(self.program.target()))
 
     def tokenizer(self) -> Tokenizer:

@@ -77,10 +77,10 @@ def import_olmo_core(src: Path, dst: Path, verify: Path | None = None) -> Report
     with whole_or_nothing(dst) as partial:
         state = folder.import_state()
         if verify:
-            notes.append(_verify(folder.model, state["master"], verify))
+            notes.append(_verify(folder.model, state["master"], verify, folder.score_bias))
         checkpoints = write_run(partial, config, state, origin)
         del state
-        state, _ = checkpoints.restore(abstract_state(folder.model, folder.roles))
+        state, _ = checkpoints.restore(abstract_state(folder.model, folder.roles), subset=True)
         for role in folder.roles:
             leaves = named_leaves(state[role])
             _compare(folder.pieces, leaves, lambda name, role=role: folder.read(role, name), str(src))
@@ -221,7 +221,7 @@ def _compare(table: list[Piece], leaves: Mapping[str, Any], read: Callable[[str]
             raise UserError(f"Tensor {piece.name} of {src} did not come back as it was read; the disk may be faulty.")
 
 
-def _verify(model: ModelConfig, params: Params, file: Path) -> str:
+def _verify(model: ModelConfig, params: Params, file: Path, score_bias: np.ndarray | None = None) -> str:
     """Logits against given ones; the sentence that says how near they are, or UserError."""
     try:
         with np.load(file) as arrays:
@@ -236,7 +236,7 @@ def _verify(model: ModelConfig, params: Params, file: Path) -> str:
             f"{list(ids.shape)}, "
             f"and this model has a vocabulary of {model.vocab_size}."
         )
-    logits = np.asarray(jax.jit(Transformer(model, params).__call__)(ids))
+    logits = np.asarray(jax.jit(Transformer(model, params, score_bias=score_bias).__call__)(ids))
     error = float(np.max(np.abs(logits - expected)))
     if not error <= TOLERANCE:
         raise UserError(

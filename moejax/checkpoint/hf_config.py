@@ -48,6 +48,8 @@ FREE = (
     "moe.router.lb_",
     "moe.router.z_loss",
     "moe.router.assignment",
+    "moe.router.jitter",
+    "moe.router.score_bias_rate",
     "z_loss",
     "init_std",
     "attention.implementation",

@@ -21,7 +21,7 @@ import moejax
 from moejax import config_io
 from moejax.checkpoint.manager import Checkpoints
 from moejax.checkpoint.manifest import Manifest
-from moejax.config import Config, ModelConfig, PrecisionConfig
+from moejax.config import Config, ModelConfig, PrecisionConfig, ScoreBias
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
 
@@ -70,6 +70,13 @@ class SavedModel:
         target = abstract_params(self.config.model) if target is None else target
         state, _ = self.checkpoints.restore({"master": target}, self.step, subset=True)
         return state["master"]
+
+    def score_bias(self) -> jax.Array | None:
+        """fp32[L, E] of the routers' choice, by MoE layer; None where the routers have none."""
+        if self.config.model.moe.router.score_bias == ScoreBias.none or "score_bias" not in self.manifest.tensors:
+            return None
+        target = {"score_bias": abstract_score_bias(self.config.model)}
+        return self.checkpoints.restore(target, self.step, subset=True)[0]["score_bias"]
 
 
 def run_config(model: ModelConfig, dst: Path, *, dtype: str, sequence_length: int, tokenizer: str) -> Config:
@@ -138,6 +145,10 @@ def write_run(
     return checkpoints
 
 
+def abstract_score_bias(model: ModelConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((model.n_moe_layers, model.moe.num_experts), jax.numpy.float32)
+
+
 def abstract_state(model: ModelConfig, roles: Sequence[str]) -> dict[str, Any]:
-    """What `write_run` saved, to restore into."""
+    """What `write_run` saved, to restore into; without a score bias."""
     return {"step": jax.ShapeDtypeStruct((), jax.numpy.int32)} | {role: abstract_params(model) for role in roles}

@@ -24,8 +24,8 @@ from moejax.models import decoding
 from moejax.models.decoding import Cache
 from moejax.models.head import IGNORED
 from moejax.models.transformer import Params, abstract_params, forward, logical_axes, parts
+from moejax.moe.choose import choose_transport
 from moejax.parallel import sharding
-from moejax.parallel.step import choose_transport
 
 ROWS = PartitionSpec(AXES)
 CACHE = Cache(*[PartitionSpec(None, AXES)] * 2)
@@ -51,7 +51,8 @@ class InferenceProgram:
             raise UserError(
                 f"The mesh {self.shape} does not fit: ep={self.shape.ep} does not divide the {experts} experts."
             )
-        self.transport = choose_transport(config, self.shape)
+        self.transport = choose_transport(config, self.shape).transport
+        self._score_bias: np.ndarray | None = None
         self.compute = jnp.dtype(config.precision.compute.value)
         axes = logical_axes(config.model)
         self.specs = jax.tree.map(
@@ -85,7 +86,13 @@ class InferenceProgram:
     def _context(self, segment_ids: Array, positions: Array) -> Context:
         rows = _rows(segment_ids.shape[0])
         count = jnp.maximum(jnp.sum(segment_ids >= 0), 1).astype(jnp.float32)
-        return Context(segment_ids, positions, rows, count, count, self.transport, key=jax.random.key(0))
+        key, bias = jax.random.key(0), self._score_bias
+        return Context(segment_ids, positions, rows, count, count, self.transport, key=key, score_bias=bias)
+
+    def take_score_bias(self, score_bias: Array | None) -> None:
+        """fp32[L, E], by MoE layer; before the first forward pass."""
+        if score_bias is not None:  # a row for each layer, dense ones included
+            self._score_bias = np.pad(np.asarray(score_bias), ((self.config.model.n_dense_layers, 0), (0, 0)))
 
     # --- generation ------------------------------------------------------------------------------------------------
 
