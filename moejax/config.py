@@ -251,7 +251,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class LRScheduleConfig:
     kind: LRSchedule = option(LRSchedule.wsd, "constant, cosine or wsd, each after a linear warm-up.")
-    warmup_steps: int = option(10, "Steps of linear warm-up from 0; at most half of train.steps.")
+    warmup_steps: int = option(20, "Steps of linear warm-up from 0; at most half of train.steps.")
     decay_steps: int = option(0, "Steps of the final linear decay of wsd; 0: a fifth of train.steps.")
     final_fraction: float = option(0.1, "Learning rate at the end, as a fraction of learning_rate (cosine, wsd).")
 

@@ -172,7 +172,7 @@ def validate_moe(moe: MoEConfig) -> None:
     )
     require(
         not moe.shared_gate or (moe.shared_hidden > 0 and moe.shared_experts == 1),
-        "model.moe.shared_gate=true needs one shared expert; set model.moe.shared_hidden to its width, and shared_experts=1.",
+        "model.moe.shared_gate=true needs exactly one shared expert; set model.moe.shared_hidden to its width.",
     )
     require(
         router.normalize is None or router.normalize > 0,

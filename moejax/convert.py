@@ -1,6 +1,6 @@
 """Bring models in and out: `python -m moejax.convert hf|olmo-core SRC DST`, `to-hf RUN DST`, `inspect PATH`.
 
-    hf SRC DST          a Hugging Face folder (olmoe, flex_olmo, qwen3_moe, qwen2_moe, mixtral, olmo3moe) to a run folder
+    hf SRC DST          a Hugging Face folder to a run folder: olmoe, flex_olmo, qwen3_moe, qwen2_moe, mixtral, olmo3moe
     olmo-core SRC DST   an Olmo-core 3 checkpoint, its moments too; torch is not needed
     to-hf RUN DST       a run folder to a Hugging Face folder
     inspect PATH        what any of them holds
@@ -11,6 +11,7 @@ DST is written whole, read back and compared, or not at all. `--verify ids.npz` 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moejax import cli
 from moejax.errors import UserError
@@ -20,7 +21,9 @@ from moejax.mesh import prepare_devices
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog="python -m moejax.convert", description=(__doc__ or "").split("\n\n", 1)[0])
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=cli.Parser)
-    verify = dict(type=Path, metavar="ids.npz", help="compare logits: arrays `ids` [B, S] and `logits` [B, S, V]")
+    verify: dict[str, Any] = dict(
+        type=Path, metavar="ids.npz", help="compare logits: arrays `ids` [B, S] and `logits` [B, S, V]"
+    )
     for kind, what in (("hf", "a Hugging Face folder"), ("olmo-core", "an Olmo-core 3 checkpoint")):
         one = kinds.add_parser(kind, help=f"import {what}")
         one.add_argument("src", type=Path)
@@ -29,12 +32,16 @@ def _parser() -> argparse.ArgumentParser:
     out = kinds.add_parser("to-hf", help="export a run folder to Hugging Face")
     out.add_argument("run", type=Path)
     out.add_argument("dst", type=Path, help="the folder to make")
-    out.add_argument("--architecture", metavar="TYPE", help="model_type to write; default: the one it came with, or that fits")
+    out.add_argument(
+        "--architecture", metavar="TYPE", help="model_type to write; default: the one it came with, or that fits"
+    )
     out.add_argument("--dtype", choices=("F32", "F16", "BF16"), help="default: as it came, or precision.params")
     out.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     out.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes (default: 5)")
     out.add_argument("--verify", **verify)
-    look = kinds.add_parser("inspect", help="print step, config, sizes and shapes of a run folder or a foreign checkpoint")
+    look = kinds.add_parser(
+        "inspect", help="print step, config, sizes and shapes of a run folder or a foreign checkpoint"
+    )
     look.add_argument("path", type=Path)
     look.add_argument("--step", type=int, help="of a run folder; default: the newest")
     return parser

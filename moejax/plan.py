@@ -1,6 +1,6 @@
 """Look at a plan before a device is touched: `python -m moejax.plan --schedule 1f1b,zero_bubble_v [--svg FILE]`.
 
-    names or CSV files --schedule tables, checked--> a timeline each as text, bubble and peak stash, and one SVG of them all
+    names or CSV files --schedule tables, checked--> a timeline each as text with its figures, and one SVG of all
 
 Stages and microbatches are those of the config (`--mesh pp=8 parallel.pipeline.microbatches=32`).
 """
@@ -43,13 +43,17 @@ def read_costs(text: str | None) -> dict[Op, float] | None:
         try:
             costs[LETTERS[letter.strip().upper()]] = float(value)
         except (KeyError, ValueError):
-            raise UserError(f"--costs {text}: write letters F, B, I, W with a time each, e.g. F=1,B=2,I=1,W=1.") from None
+            raise UserError(
+                f"--costs {text}: write letters F, B, I, W with a time each, e.g. F=1,B=2,I=1,W=1."
+            ) from None
     return costs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.config_parser("plan", "Draw and price pipeline schedules.")
-    parser.add_argument("--schedule", metavar="LIST", help="NAME, NAME:CHUNKS or FILE.csv, comma between; default: the config's")
+    parser.add_argument(
+        "--schedule", metavar="LIST", help="NAME, NAME:CHUNKS or FILE.csv, comma between; default: the config's"
+    )
     parser.add_argument("--svg", metavar="FILE", default="pipeline.svg", help="where the picture goes (%(default)s)")
     parser.add_argument("--costs", metavar="F=1,B=2", help="time of the ops on all layers of a stage; default: 1 each")
     parser.add_argument("--own-pace", action="store_true", help="each stage at its own pace instead of in step")
@@ -61,9 +65,9 @@ def draw(options: argparse.Namespace) -> int:
     pipe = config.parallel.pipeline
     wanted = options.schedule or pipe.table
     if wanted is None:
-        wanted = pipe.schedule.value if pipe.chunks is None else f"{pipe.schedule.value}:{pipe.chunks}"
+        wanted = f"{pipe.schedule}" if pipe.chunks is None else f"{pipe.schedule}:{pipe.chunks}"
     stages = parse_mesh(config.parallel.mesh).pp
-    schedules = [read_schedule(text.strip(), stages, pipe.microbatches) for text in wanted.split(",")]
+    schedules = [read_schedule(text.strip(), stages, pipe.microbatches) for text in str(wanted).split(",")]
     costs = read_costs(options.costs)
     picture = svg_timeline(schedules, costs, options.own_pace)
     for schedule in schedules:

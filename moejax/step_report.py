@@ -101,6 +101,6 @@ class StepReport:
         if not np.isfinite(plain["loss"]) or not np.isfinite(plain["gradient_norm"]):
             raise UserError(
                 f"Step {step} has loss {plain['loss']} and gradient norm {plain['gradient_norm']}, and nothing of it "
-                "was saved; give the same command again with a lower optimizer.learning_rate or optimizer.clip: it goes "
-                "on from the last checkpoint, or from the beginning if there is none."
+                "was saved; give the same command again with a lower optimizer.learning_rate or optimizer.clip: it "
+                "goes on from the last checkpoint, or from the beginning if there is none."
             )

@@ -178,8 +178,9 @@ class Trainer:
             portable, record = self.checkpoints.restore(target)
             self.state = self.program.from_portable(portable)
         else:  # an imported model: weights alone, so the optimizer starts anew
-            weights, record = self.checkpoints.restore({"master": target.master}, subset=True)
-            self.state = self.program.with_params(weights["master"])
+            wanted = {name: getattr(target, name) for name in ("master", "score_bias") if name in saved}
+            weights, record = self.checkpoints.restore(wanted, subset=True)
+            self.state = self.program.with_params(weights["master"], weights.get("score_bias"))
         if record["data"] is not None:
             self.text.batches.set_state(record["data"])
         return int(self.state.step)
@@ -263,6 +264,7 @@ class Trainer:
             self.config.train.steps,
             self.step_number,
             stream,
+            is_terminal=None if self.step_number < self.config.train.steps else False,  # no bar over a finished run
             log_every=self.config.run.log_every,
             byte_tokens=self.config.data.tokenizer == "bytes",
         )

@@ -1,8 +1,9 @@
 """Grouped GEMM: each row times the matrix of its own expert, with gradients, on whatever machine compiles it.
 
     lhs_RD, rhs_EDF, group_sizes_E --check--> implementation --> out_RF
-                                                 |-- loop   CPU, tiles of rows        (grouped_gemm_cpu.py)
-                                                 `-- xla    lax.ragged_dot_general    (everything else)
+                                                 |-- loop    CPU, tiles of rows                 (grouped_gemm_cpu.py)
+                                                 |-- mosaic  Hopper and Blackwell, bf16         (grouped_gemm_mosaic.py)
+                                                 `-- xla     lax.ragged_dot_general             (everything else)
     backward:  d lhs = grouped_gemm(d out, rhs read transposed)       d rhs = grouped_gemm_weight_grad(lhs, d out)
 
 Rows stand expert-major, as dispatch leaves them: group e owns rows [offset_e, offset_e + group_sizes[e]), offset_e
@@ -10,7 +11,8 @@ being the sum of the sizes before it. Rows past the last group do not exist: wha
 no result and no gradient, and they come out as zero.
 
 An implementation is a pair of functions in `_IMPLEMENTATIONS`; "auto" asks which platform the program is lowered for,
-so a program compiled on a CPU machine for an absent GPU takes the GPU's road.
+so a program compiled on a CPU machine for an absent GPU takes the GPU's road. On CUDA that road is "mosaic" where the
+operands and the GPU have a kernel (bfloat16, D and F multiples of 64, compute capability 9.0 or 10.x), else "xla".
 """
 
 import functools
@@ -21,9 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.grouped_gemm_cpu import grouped_gemm_loop, grouped_gemm_weight_grad_loop
+from pallas_kernels.grouped_gemm_mosaic import (
+    grouped_gemm_mosaic,
+    grouped_gemm_weight_grad_mosaic,
+    reason_against,
+    target,
+)
 
 _DTYPES = (jnp.float32.dtype, jnp.bfloat16.dtype)
 
@@ -36,7 +44,7 @@ def grouped_gemm(
     lhs_RD: [R, D], float32 or bfloat16, expert-major.
     rhs_EDF: [E, D, F] in the dtype of lhs; with `transpose_rhs` [E, F, D], read transposed, never copied whole.
     group_sizes_E: int32[E], rows per group; zeros allowed, sum at most R. Values are data: no recompilation, no check.
-    implementation: "auto" (what the platform compiled for does best), "loop" or "xla"; see `resolve_implementation`.
+    implementation: "auto" (what the platform compiled for does best), "loop", "mosaic" or "xla".
 
     Returns [R, F] in the dtype of lhs; products are summed in float32. Differentiable, twice as well, in lhs and rhs by
     reverse mode. Raises ValueError or TypeError, one sentence with the shapes, for operands that do not fit and for an
@@ -86,15 +94,23 @@ def grouped_gemm_weight_grad_reference(lhs_RD: ArrayLike, grad_RF: ArrayLike, gr
     return np.stack([lhs_RD[rows].T @ grad_RF[rows] for rows in _group_rows(group_sizes_E)])
 
 
-def resolve_implementation(implementation: str = "auto", platform: str | None = None) -> str:
+def resolve_implementation(
+    implementation: str = "auto",
+    platform: str | None = None,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    widths: tuple[int, ...] = (),
+) -> str:
     """What `implementation` means on `platform` ("cpu", "cuda", ...; default: the backend of this process).
 
-    "auto" becomes a name, so that a run can print and save what it computes with. Raises ValueError for an unknown one.
+    dtype, widths: of the operands, and their D and F; on CUDA both decide. "auto" becomes a name, so that a run can
+    print and save what it computes with. Raises ValueError for an unknown one.
     """
     _check_implementation(implementation)
     if implementation != "auto":
         return implementation
-    return _AUTO.get(platform or jax.default_backend(), _AUTO_ELSEWHERE)
+    platform = platform or jax.default_backend()
+    return _auto_on_cuda(dtype, *widths) if platform in ("cuda", "gpu") else _AUTO.get(platform, _AUTO_ELSEWHERE)
 
 
 def _grouped_gemm_xla(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, transpose_rhs: bool) -> Array:
@@ -131,10 +147,15 @@ class _Implementation(NamedTuple):
 
 _IMPLEMENTATIONS = {
     "loop": _Implementation(grouped_gemm_loop, grouped_gemm_weight_grad_loop),
+    "mosaic": _Implementation(grouped_gemm_mosaic, grouped_gemm_weight_grad_mosaic),
     "xla": _Implementation(_grouped_gemm_xla, _weight_grad_xla),
 }
 _AUTO = {"cpu": "loop"}
 _AUTO_ELSEWHERE = "xla"
+
+
+def _auto_on_cuda(dtype: DTypeLike, *widths: int) -> str:
+    return "xla" if target() is None or reason_against(jnp.dtype(dtype), *widths) else "mosaic"
 
 
 def _run(road: str, implementation: str, *operands: Array, **options: bool) -> Array:
@@ -145,7 +166,9 @@ def _run(road: str, implementation: str, *operands: Array, **options: bool) -> A
 
     if implementation != "auto":
         return of(implementation)(*operands)
-    platforms = {platform: of(name) for platform, name in _AUTO.items()}
+    lhs, other, _ = operands
+    names = _AUTO | {"cuda": _auto_on_cuda(lhs.dtype, lhs.shape[1], *other.shape[1:])}
+    platforms = {platform: of(name) for platform, name in names.items() if name != _AUTO_ELSEWHERE}
     return lax.platform_dependent(*operands, default=of(_AUTO_ELSEWHERE), **platforms)
 
 

@@ -40,6 +40,8 @@ def run_arguments(folder: Path, *overrides: str) -> list[str]:
         "model.n_layers=2",
         "model.n_dense_layers=0",
         "parallel.pipeline.microbatches=2",
+        "optimizer.schedule.kind=constant",  # the step is then one compiled program for any number of steps
+        "optimizer.schedule.warmup_steps=0",
         f"data.paths={folder / 'text'}",
         f"data.cache_dir={folder / 'cache'}",
         f"run.dir={folder / 'runs'}",

@@ -41,7 +41,7 @@ def small_program(mesh: str = "dp=1", overrides: Sequence[str] = ()) -> TrainPro
 
 
 def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random ids; rows hold two documents, labels are ignored at their ends and in a stretch, one row ends in padding."""
+    """Random ids; rows hold two documents, labels are ignored at ends and in a stretch, one row ends in padding."""
     length = config.data.sequence_length
     rows = config.train.batch_tokens // length
     rng = np.random.default_rng(seed)

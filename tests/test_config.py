@@ -465,7 +465,7 @@ IMPOSSIBLE = [
         ["train.batch_tokens=16385"],
         ["train.batch_tokens", "data.sequence_length", "parallel.pipeline.microbatches", "16384"],
     ),
-    (["parallel.pipeline.microbatches=128"], ["train.batch_tokens", "microbatches=128", "32768"]),
+    (["parallel.pipeline.microbatches=128"], ["train.batch_tokens", "microbatches=128", "16384"]),
     (["train.profile=3"], ["train.profile"]),
     (["train.profile=5,3"], ["train.profile"]),
     (["train.profile=3,5,7"], ["train.profile"]),

@@ -3,9 +3,10 @@
 A row per schedule, stash and mode. The steps take turns. `bubble_table` is the table's, in step, with an op of one of v
 chunks costing 1/v. `bubble_measured` compares two lengths of the same pipeline: with T(M) the time of M microbatches, M
 more cost T(2M) - T(M) when the pipeline is full, and what is above M times that rate is the fill and drain:
-1 - 2 (T(2M) - T(M)) / T(2M), a figure for 2M microbatches. On simulated devices the idle stages of the `switch` mode lend
-their core to the others, so its bubble is measured on real devices only; the `masked` mode works through it and shows it
-anywhere. `recompute_flops_ratio`: products executed over those of a step that keeps all (forward 1, each gradient 1).
+1 - 2 (T(2M) - T(M)) / T(2M), a figure for 2M microbatches. On simulated devices the idle stages of the `switch` mode
+lend their core to the others, so its bubble is measured on real devices only; the `masked` mode works through it and
+shows it anywhere. `recompute_flops_ratio`: products executed over those of a step that keeps all (forward 1, each
+gradient 1).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A model from one house to another: import into a run folder, export out of one, each checked by reading it back.
 
-    import_hf(SRC, DST), import_olmo_core(SRC, DST)    read, save, read again, compare every tensor bit for bit, then rename
-    export_hf(RUN, DST)                                write, open as any importer would, compare, then rename
+    import_hf(SRC, DST), import_olmo_core(SRC, DST)    read, save, read again, compare every tensor bit for bit, then
+    rename export_hf(RUN, DST)                                write, open as any importer would, compare, then rename
 
 DST appears whole and checked, or not at all.
 """
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoint import hf_config, pieces
+from moejax.checkpoint import hf_config, mapping
 from moejax.checkpoint.arrays import Tensor, named_leaves
 from moejax.checkpoint.huggingface import CONFIG, SPELLED, HFFolder, export_folder, read_json
+from moejax.checkpoint.mapping import Piece
 from moejax.checkpoint.olmo_core_folder import OlmoCoreFolder
-from moejax.checkpoint.pieces import Piece
 from moejax.checkpoint.safetensors_file import DTYPES
 from moejax.checkpoint.saved_model import ORIGIN, SavedModel, abstract_state, run_config, whole_or_nothing, write_run
 from moejax.config import ModelConfig
@@ -53,7 +53,7 @@ def import_hf(src: Path, dst: Path, verify: Path | None = None) -> Report:
     dtype = "float32" if folder.main_dtype == "F32" else "bfloat16"
     length = folder.config.get("max_position_embeddings") or 2048
     config = run_config(folder.model, dst, dtype=dtype, sequence_length=length, tokenizer=tokenizer)
-    origin = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
+    origin: dict[str, Any] = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
     origin["dtypes"] = {name: dtype for name, dtype in folder.dtypes.items() if dtype != folder.main_dtype}
     with whole_or_nothing(dst) as partial:
         state = {"step": jnp.zeros((), jnp.int32), "master": folder.import_params()}
@@ -77,10 +77,10 @@ def import_olmo_core(src: Path, dst: Path, verify: Path | None = None) -> Report
     with whole_or_nothing(dst) as partial:
         state = folder.import_state()
         if verify:
-            notes.append(_verify(folder.model, state["master"], verify))
+            notes.append(_verify(folder.model, state["master"], verify, folder.score_bias))
         checkpoints = write_run(partial, config, state, origin)
         del state
-        state, _ = checkpoints.restore(abstract_state(folder.model, folder.roles))
+        state, _ = checkpoints.restore(abstract_state(folder.model, folder.roles), subset=True)
         for role in folder.roles:
             leaves = named_leaves(state[role])
             _compare(folder.pieces, leaves, lambda name, role=role: folder.read(role, name), str(src))
@@ -106,7 +106,8 @@ def export_hf(
     """A checkpoint of a run folder as a Hugging Face folder.
 
     kind: `model_type`; None takes the one the model came with, else the first that can express it. dtype: F32, F16 or
-    BF16; None takes the one each tensor came with, else `precision.params`. Raises UserError naming what cannot be said.
+    BF16; None takes the one each tensor came with, else `precision.params`. Raises UserError naming what cannot be
+    said.
     """
     saved = SavedModel(run, step)
     model, origin = saved.config.model, saved.origin or {}
@@ -150,9 +151,11 @@ def export_hf(
             raise AssertionError("the exported config describes another model")  # a fault of ours
         leaves = named_leaves(params)
         for piece in table:
-            wanted = pieces.take(leaves, piece).astype(DTYPES[back.dtypes[piece.name]])
+            wanted = mapping.take(leaves, piece).astype(DTYPES[back.dtypes[piece.name]])
             if not _same_bits(back.read(piece.name), wanted):
-                raise UserError(f"{dst}: tensor {piece.name} did not come back as it was written; the disk may be faulty.")
+                raise UserError(
+                    f"{dst}: tensor {piece.name} did not come back as it was written; the disk may be faulty."
+                )
     notes.append(f"Read back: all {len(table)} tensors are in {dst} bit for bit, as {config['model_type']} in {given}.")
     return Report(_rows(table, back.dtypes, model), notes)
 
@@ -170,7 +173,11 @@ def _beside(saved: SavedModel) -> list[Path]:
     files = [file for file in saved.origin_files() if file.name != CONFIG]
     tokenizer = Path(saved.config.data.tokenizer).expanduser()
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not any(file.name == "tokenizer.json" for file in files) and tokenizer.name == "tokenizer.json" and tokenizer.is_file():
+    if (
+        not any(file.name == "tokenizer.json" for file in files)
+        and tokenizer.name == "tokenizer.json"
+        and tokenizer.is_file()
+    ):
         files.append(tokenizer)
     return files
 
@@ -180,7 +187,8 @@ def _card(saved: SavedModel, config: Mapping[str, Any]) -> str:
     moe = saved.config.model.moe
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {saved.config.run.name}\n\n"
-        f"A mixture-of-experts language model of the architecture `{config['model_type']}`: {saved.config.model.n_layers} "
+        f"A mixture-of-experts language model of the architecture `{config['model_type']}`: "
+        f"{saved.config.model.n_layers} "
         f"layers of width {saved.config.model.d_model}, {moe.num_experts} experts a layer, {moe.top_k} a token.\n"
         f"Trained with moejax, step {saved.step}.\n\n"
         "What it was trained on, for which use, and under which licence: to be said by who publishes it.\n"
@@ -198,33 +206,43 @@ def _check_tokenizer(path: Path, model: ModelConfig) -> None:
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    )
 
 
 def _compare(table: list[Piece], leaves: Mapping[str, Any], read: Callable[[str], np.ndarray], src: str) -> None:
     """Every tensor of the source against what was restored."""
     for piece in table:
         source = read(piece.name).reshape(piece.shape).astype(np.float32)
-        if not _same_bits(pieces.take(leaves, piece), source):
+        if not _same_bits(mapping.take(leaves, piece), source):
             raise UserError(f"Tensor {piece.name} of {src} did not come back as it was read; the disk may be faulty.")
 
 
-def _verify(model: ModelConfig, params: Params, file: Path) -> str:
+def _verify(model: ModelConfig, params: Params, file: Path, score_bias: np.ndarray | None = None) -> str:
     """Logits against given ones; the sentence that says how near they are, or UserError."""
     try:
         with np.load(file) as arrays:
             ids, expected = np.asarray(arrays["ids"], np.int32), np.asarray(arrays["logits"], np.float32)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} cannot be used: it must be an .npz with arrays `ids` [B, S] and `logits` [B, S, V].") from error
+        raise UserError(
+            f"{file} cannot be used: it must be an .npz with arrays `ids` [B, S] and `logits` [B, S, V]."
+        ) from error
     if expected.shape != (*ids.shape, model.vocab_size) or ids.min() < 0 or ids.max() >= model.vocab_size:
         raise UserError(
-            f"{file} belongs to another model: logits of shape {list(expected.shape)} for ids of shape {list(ids.shape)}, "
+            f"{file} belongs to another model: logits of shape {list(expected.shape)} for ids of shape "
+            f"{list(ids.shape)}, "
             f"and this model has a vocabulary of {model.vocab_size}."
         )
-    logits = np.asarray(jax.jit(Transformer(model, params).__call__)(ids))
+    logits = np.asarray(jax.jit(Transformer(model, params, score_bias=score_bias).__call__)(ids))
     error = float(np.max(np.abs(logits - expected)))
     if not error <= TOLERANCE:
-        raise UserError(f"The logits differ from those in {file} by up to {error:.2e}, more than {TOLERANCE:.0e}; nothing is written.")
+        raise UserError(
+            f"The logits differ from those in {file} by up to {error:.2e}, more than {TOLERANCE:.0e}; nothing is "
+            f"written."
+        )
     return f"Verified: logits of {ids.size} tokens differ from {file} by at most {error:.1e}."
 
 

@@ -1,13 +1,12 @@
 """PyTorch distributed checkpoints (`torch.distributed.checkpoint`), read without torch and without trusting the pickle.
 
-    .metadata --a pickle, by an unpickler that knows twenty names and calls nothing else--> tensors: shape, dtype, chunks
-    chunk: (file, offset, length) --a zip archive as `torch.save` writes it--> its raw numbers --> the tensor, chunk by chunk
+    .metadata --a pickle, by an unpickler with a table of inert names--> tensors: shape, dtype, chunks
+    chunk: (file, offset, length) --a zip archive as `torch.save` writes it--> its numbers --> tensor, chunk by chunk
 
-A pickle is a program. Every name it asks for is looked up in a table of inert stand-ins (`KNOWN`); one that is not there
-ends the reading before anything is called. Objects in the checkpoint that are no tensors are never read at all.
+A pickle is a program. Every name it asks for is looked up in a table of inert stand-ins (`KNOWN`); one that is not
+there ends the reading before anything is called. Objects in the checkpoint that are no tensors are never read at all.
 """
 
-import collections
 import io
 import math
 import os
@@ -29,6 +28,8 @@ PART = 16 * 2**20  # bytes read at a time
 class _Record:
     """Stands in for a dataclass of torch: keeps its state, does nothing."""
 
+    state: Any
+
     def __init__(self, *arguments: Any):
         self.arguments = arguments
 
@@ -38,7 +39,7 @@ class _Record:
         self.state = state
 
     def field(self, name: str) -> Any:
-        return self.state[name]
+        return self.state[name]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class _Tensors(_Record):
@@ -69,10 +70,10 @@ class _Top(_Record):
     pass
 
 
-class _Storage(NamedTuple):
-    """Stands in for a storage class of torch, e.g. FloatStorage: its dtype."""
+class _Numbers(NamedTuple):
+    """Stands in for a dtype of torch or for a storage class of one. Not numpy's own, which a pickle could alter."""
 
-    dtype: np.dtype | None
+    dtype: np.dtype
 
 
 def _size(*arguments: Any) -> tuple[int, ...]:
@@ -81,6 +82,10 @@ def _size(*arguments: Any) -> tuple[int, ...]:
 
 def _nothing(*arguments: Any) -> None:
     """Stands in for what has no influence: layouts, memory formats, paths."""
+
+
+def _mapping(*arguments: Any) -> dict[Any, Any]:
+    return {}
 
 
 def _rebuild(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> tuple[Any, int, Any, Any]:
@@ -125,10 +130,10 @@ KNOWN: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _nothing,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): _mapping,
     **{(module, name): _nothing for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
-    **{("torch", name): np.dtype(dtype) for name, dtype in DTYPES.items()},
-    **{("torch", name): _Storage(np.dtype(DTYPES[dtype])) for name, dtype in _STORAGES.items()},
+    **{("torch", name): _Numbers(np.dtype(dtype)) for name, dtype in DTYPES.items()},
+    **{("torch", name): _Numbers(np.dtype(DTYPES[dtype])) for name, dtype in _STORAGES.items()},
 }
 """Every name a pickle may use, and the stand-in it gets."""
 
@@ -155,7 +160,8 @@ def _unpickle(data: bytes, where: str) -> Any:
         return _Unpickler(io.BytesIO(data)).load()
     except _Refused as refused:
         raise UserError(
-            f"{where} asks for the Python object {refused}, which has no business in a checkpoint; nothing of it was run, and "
+            f"{where} asks for the Python object {refused}, which has no business in a checkpoint; nothing of it "
+            f"was run, and "
             "it is not imported."
         ) from None
     except Exception as error:  # a damaged pickle fails in any way there is
@@ -163,7 +169,8 @@ def _unpickle(data: bytes, where: str) -> Any:
 
 
 class Chunk(NamedTuple):
-    """A block of a tensor: where it begins, its sizes, and the bytes [start, start + length) of the file that hold it."""
+    """A block of a tensor: where it begins, its sizes, and the bytes [start, start + length) of the file that hold
+    it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -213,8 +220,7 @@ class DistributedCheckpoint:
             if not isinstance(entry, _Tensors):
                 others.append(name)
                 continue
-            shape, dtype = tuple(entry.field("size")), entry.field("properties").state[0]
-            assert isinstance(dtype, np.dtype), dtype
+            shape, dtype = tuple(entry.field("size")), entry.field("properties").state[0].dtype
             chunks = []
             for piece in entry.field("chunks"):
                 offsets, sizes = tuple(piece.field("offsets")), tuple(piece.field("sizes"))
@@ -230,14 +236,23 @@ class DistributedCheckpoint:
         return tensors, others
 
     def _check_cover(self, name: str, tensor: Tensor) -> None:
-        """Chunks lie inside the tensor and their volumes add up; that they do not overlap, the writer has seen to."""
+        """Chunks lie inside the tensor, do not overlap, and their volumes add up."""
         inside = all(
             len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
-            and all(0 <= o and 0 <= s and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True))
+            and all(
+                0 <= o and 0 <= s and o + s <= n
+                for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+            )
             for chunk in tensor.chunks
         )
         if not inside or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
             raise UserError(f"{self.path}: the chunks of tensor {name} do not fill its shape {list(tensor.shape)}.")
+        filled = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
+        start = np.array([chunk.offsets for chunk in filled], np.int64).reshape(len(filled), -1)
+        stop = start + np.array([chunk.sizes for chunk in filled], np.int64).reshape(start.shape)
+        for i in range(1, len(filled)):
+            if np.any(np.all((start[:i] < stop[i]) & (start[i] < stop[:i]), axis=1)):
+                raise UserError(f"{self.path}: chunks of tensor {name} overlap.")
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -249,7 +264,9 @@ class DistributedCheckpoint:
             if not path.is_file():
                 raise UserError(f"{self.path} lacks {file}, which {METADATA} names; fetch the missing file.")
             if path.stat().st_size < end:
-                raise UserError(f"{path} is cut short: {path.stat().st_size:,} bytes, and its last tensor ends at {end:,}.")
+                raise UserError(
+                    f"{path} is cut short: {path.stat().st_size:,} bytes, and its last tensor ends at {end:,}."
+                )
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor, put together from its chunks; in memory: it, and one chunk."""
@@ -265,7 +282,10 @@ class DistributedCheckpoint:
     def _read_chunk(self, name: str, dtype: np.dtype, chunk: Chunk) -> np.ndarray:
         where = f"{self.path / chunk.file}, tensor {name},"
         try:
-            with _Window(self.path / chunk.file, chunk.start, chunk.length) as window, zipfile.ZipFile(window) as archive:
+            with (
+                _Window(self.path / chunk.file, chunk.start, chunk.length) as window,
+                zipfile.ZipFile(window) as archive,
+            ):
                 root = archive.namelist()[0].split("/")[0]
                 pickled = archive.read(f"{root}/data.pkl")
                 (kind, storage, key, _, _), offset, size, stride = _unpickle(pickled, where)
@@ -285,7 +305,8 @@ class DistributedCheckpoint:
 
 
 def _fill(out: np.ndarray, data: IO[bytes]) -> bool:
-    """Reads the numbers of an array, a part at a time (zipfile holds what it reads twice); False if it is not them all."""
+    """Reads the numbers of an array, a part at a time (zipfile holds what it reads twice); False if it is not them
+    all."""
     to_fill, done = memoryview(out.view(np.uint8)), 0
     while part := data.read(min(PART, len(to_fill) - done + 1)):
         if done + len(part) > len(to_fill):

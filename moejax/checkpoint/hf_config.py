@@ -31,8 +31,8 @@ CLASSES = {
 INERT = frozenset(
     """architectures auto_map bos_token_id dtype emo_eos_token_id eos_token_id initializer_range max_position_embeddings
     attention_gate_full_precision keys_to_ignore_at_inference linear_conv_kernel_dim linear_norm_eps model_type
-    output_attentions output_hidden_states output_router_logits pad_token_id return_dict router_aux_loss_coef torch_dtype
-    transformers_version use_cache _name_or_path _attn_implementation""".split()
+    output_attentions output_hidden_states output_router_logits pad_token_id return_dict router_aux_loss_coef
+    torch_dtype transformers_version use_cache _name_or_path _attn_implementation""".split()
 )
 # The defaults of transformers 5.12 that are not the same for all
 DEFAULTS: dict[str, HFConfig] = {
@@ -44,7 +44,16 @@ DEFAULTS: dict[str, HFConfig] = {
     "olmo3moe": dict(rms_norm_eps=1e-5, rope_theta=10_000.0),
 }
 # Fields of ModelConfig that are settings of training or of the machine, not of the architecture
-FREE = ("moe.router.lb_", "moe.router.z_loss", "moe.router.assignment", "z_loss", "init_std", "attention.implementation")
+FREE = (
+    "moe.router.lb_",
+    "moe.router.z_loss",
+    "moe.router.assignment",
+    "moe.router.jitter",
+    "moe.router.score_bias_rate",
+    "z_loss",
+    "init_std",
+    "attention.implementation",
+)
 
 
 class _Keys:
@@ -70,7 +79,8 @@ class _Keys:
         value = self.get(key, allowed[0])
         if value not in allowed:
             raise UserError(
-                f"The Hugging Face option {key}={value!r} has no counterpart in moejax; only {key}={allowed[0]!r} can be "
+                f"The Hugging Face option {key}={value!r} has no counterpart in moejax; only {key}={allowed[0]!r} "
+                f"can be "
                 "imported."
             )
 
@@ -165,7 +175,9 @@ def _rope_theta(kind: str, keys: _Keys) -> float:
     for name, options in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         for key in ("rope_type", "type"):
             if options.pop(key, "default") != "default":
-                raise UserError(f"The Hugging Face option {name}={keys.get(name)!r} scales rotary positions, which moejax cannot.")
+                raise UserError(
+                    f"The Hugging Face option {name}={keys.get(name)!r} scales rotary positions, which moejax cannot."
+                )
         options = {key: value for key, value in options.items() if value not in (None, 1.0)}
         if options:
             raise UserError(f"The Hugging Face option {name}.{next(iter(options))} has no counterpart in moejax.")
@@ -187,7 +199,8 @@ def _dense_layers(kind: str, keys: _Keys, layers: int) -> tuple[int, int | None]
         return 0, None
     if dense != list(range(len(dense))):
         raise UserError(
-            f"The Hugging Face options {named} put dense layers behind layers with experts; moejax has leading dense layers only."
+            f"The Hugging Face options {named} put dense layers behind layers with experts; moejax has leading "
+            f"dense layers only."
         )
     if not dense:
         return 0, None
@@ -204,7 +217,9 @@ def _windows(kind: str, keys: _Keys, layers: int) -> tuple[int, ...]:
         switched, most = keys.get("use_sliding_window", False), keys.get("max_window_layers", 28)
         window = window if switched else None
         if kind == "qwen2_moe" and types is None:
-            types = ["sliding_attention" if layer % 2 == 0 and layer < most else "full_attention" for layer in range(layers)]
+            types = [
+                "sliding_attention" if layer % 2 == 0 and layer < most else "full_attention" for layer in range(layers)
+            ]
         if kind == "qwen3_moe":
             types = None
     elif kind == "olmo3moe":
@@ -266,7 +281,9 @@ def architectural(model: c.ModelConfig) -> dict[str, Any]:
         dense_hidden=model.dense_width if model.n_dense_layers else None,
         embed_scale=math.sqrt(model.d_model) if model.embed_scale is None else model.embed_scale,
     )
-    return {name: value for name, value in config_io.flatten(config_io.to_dict(plain)).items() if not name.startswith(FREE)}
+    return {
+        name: value for name, value in config_io.flatten(config_io.to_dict(plain)).items() if not name.startswith(FREE)
+    }
 
 
 def same_architecture(a: c.ModelConfig, b: c.ModelConfig) -> bool:
@@ -299,12 +316,18 @@ def export_config(
             "pad_token_id": None,
         }
         back = architectural(import_config(config))
-        different = [f"model.{field}={config_io._spelled(wanted[field])}" for field in wanted if back[field] != wanted[field]]
+        different = [
+            f"model.{field}={config_io._spelled(wanted[field])}" for field in wanted if back[field] != wanted[field]
+        ]
         if not different:
             return config
         reasons[name] = ", ".join(different)
     name = min(reasons, key=lambda name: len(reasons[name]))
-    what = f"{name} cannot express" if kind else f"No exported architecture can express this model: the nearest, {name}, cannot express"
+    what = (
+        f"{name} cannot express"
+        if kind
+        else f"No exported architecture can express this model: the nearest, {name}, cannot express"
+    )
     raise UserError(f"{what} {reasons[name]}.")
 
 

@@ -1,14 +1,14 @@
 """Where each tensor of a Hugging Face checkpoint lies in our weights, for six architectures.
 
-    (model_type, ModelConfig) --pieces--> [Piece("model.layers.0.self_attn.q_proj.weight", ..., "moe_blocks/attention/w_qkv", ...)]
+    (model_type, ModelConfig) --pieces--> [Piece("model.layers.0.mlp.gate.weight", ..., "moe_blocks/moe/router/w", ...)]
 
-Linear weights are stored [out, in] there and [in, out] here. Gate and up are tensors of their own there; here they are one,
-up first. Names as transformers 5.12 writes them; olmo3moe as Ai2's `modeling_olmo3moe.py` (Olmo-core 3.0.0).
+Linear weights are stored [out, in] there and [in, out] here. Gate and up are tensors of their own there; here they
+are one, up first. Names as transformers 5.12 writes them; olmo3moe as Ai2's `modeling_olmo3moe.py` (Olmo-core 3.0.0).
 """
 
 from collections.abc import Iterator
 
-from moejax.checkpoint.pieces import Index, Piece, whole
+from moejax.checkpoint.mapping import Index, Piece, whole
 from moejax.config import ModelConfig, NormPlacement, QKNorm
 
 TRANSPOSED = (1, 0)
@@ -99,5 +99,7 @@ def _swiglu(
     """Up, gate and down of one MLP or expert. names: theirs, in this order."""
     up, gate, down = names
     yield piece(f"{theirs}{up}.weight", (hidden, d), f"{ours}/w_up_gate", *index, slice(0, d), slice(0, hidden))
-    yield piece(f"{theirs}{gate}.weight", (hidden, d), f"{ours}/w_up_gate", *index, slice(0, d), slice(hidden, 2 * hidden))
+    yield piece(
+        f"{theirs}{gate}.weight", (hidden, d), f"{ours}/w_up_gate", *index, slice(0, d), slice(hidden, 2 * hidden)
+    )
     yield piece(f"{theirs}{down}.weight", (d, hidden), f"{ours}/w_down", *index, *whole((hidden, d)))

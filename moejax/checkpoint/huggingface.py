@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from moejax.checkpoint import hf_config, hf_names, pieces, safetensors_file
+from moejax.checkpoint import hf_config, hf_names, mapping, safetensors_file
 from moejax.checkpoint.arrays import named_leaves
-from moejax.checkpoint.pieces import Piece
+from moejax.checkpoint.mapping import Piece
 from moejax.checkpoint.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
 from moejax.config import ModelConfig
 from moejax.errors import UserError
@@ -36,8 +36,8 @@ SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class HFFolder:
     """A folder as transformers saves it. config: `config.json`; kind: its `model_type`; model; tensors: by name.
 
-    Only headers are read. Raises UserError: a file missing or damaged, another architecture, an option that moejax cannot
-    express, a tensor that is missing, left over or of another shape.
+    Only headers are read. Raises UserError: a file missing or damaged, another architecture, an option that moejax
+    cannot express, a tensor that is missing, left over or of another shape.
     """
 
     def __init__(self, path: str | Path):
@@ -50,11 +50,12 @@ class HFFolder:
             name: file.tensors[name] for name, file in self._files.items() if not name.endswith(hf_names.COMPUTED)
         }
         self.pieces: list[Piece] = hf_names.pieces(self.kind, self.model)
-        pieces.check_tensors(self.pieces, {n: t.shape for n, t in self.tensors.items()}, str(self.path))
+        mapping.check_tensors(self.pieces, {n: t.shape for n, t in self.tensors.items()}, str(self.path))
         for name, tensor in self.tensors.items():
             if tensor.dtype not in FLOATS:
                 raise UserError(
-                    f"{self.path}: tensor {name} is stored as {tensor.dtype}; weights in {', '.join(FLOATS)} can be imported."
+                    f"{self.path}: tensor {name} is stored as {tensor.dtype}; weights in {', '.join(FLOATS)} can be "
+                    f"imported."
                 )
 
     @property
@@ -75,7 +76,7 @@ class HFFolder:
 
     def import_params(self, target: Params | None = None) -> Params:
         """fp32 weights in model order on the shardings of `target` (None: the first device), one tensor at a time."""
-        return pieces.assemble(abstract_params(self.model) if target is None else target, self.pieces, self.read)
+        return mapping.assemble(abstract_params(self.model) if target is None else target, self.pieces, self.read)
 
     def beside(self) -> list[Path]:
         """The files that go along: tokenizer, generation settings."""
@@ -159,7 +160,7 @@ def export_folder(
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {piece.name: (spelled[piece.name], piece.shape) for piece in shard}
-        safetensors_file.write(folder / name, tensors, lambda tensor: pieces.take(leaves, by_name[tensor]))
+        safetensors_file.write(folder / name, tensors, lambda tensor: mapping.take(leaves, by_name[tensor]))
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = sum(math.prod(piece.shape) * DTYPES[spelled[piece.name]].itemsize for piece in table)

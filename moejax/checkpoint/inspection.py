@@ -1,4 +1,5 @@
-"""What lies in a folder, said in a few lines and one table: run folders, Hugging Face folders, Olmo-core checkpoints."""
+"""What lies in a folder, said in a few lines and one table: run folders, Hugging Face folders, Olmo-core
+checkpoints."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,13 @@ def _console() -> Console:
 def show_report(report: Report) -> None:
     """What went where, then the sentences of the check."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title, side in (("theirs", "left"), ("tensors", "right"), ("dtype", "left"), ("ours", "left"), ("shape", "left")):
+    for title, side in (
+        ("theirs", "left"),
+        ("tensors", "right"),
+        ("dtype", "left"),
+        ("ours", "left"),
+        ("shape", "left"),
+    ):
         table.add_column(title, justify=side, overflow="fold")  # type: ignore[arg-type]
     for theirs, count, dtype, ours, shape in report.rows:
         table.add_row(theirs.replace("[", "\\["), f"{count:,}", dtype, ours, shape.replace("[", "\\["))
@@ -44,7 +51,9 @@ def show(path: Path, step: int | None = None) -> None:
     console = _console()
     if (path / CHECKPOINTS).is_dir():
         saved = SavedModel(path, step)
-        console.print(f"Run folder {path}, step {saved.step} of {', '.join(map(str, saved.checkpoints.steps()))}.", soft_wrap=True)
+        console.print(
+            f"Run folder {path}, step {saved.step} of {', '.join(map(str, saved.checkpoints.steps()))}.", soft_wrap=True
+        )
         origin = saved.origin
         if origin:
             console.print(f"Imported from {origin['format']} {origin.get('model_type', '')}".rstrip() + ".")
@@ -57,7 +66,9 @@ def show(path: Path, step: int | None = None) -> None:
         _tensors(console, {name: (tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()})
     elif any((folder / METADATA).is_file() for folder in (path, path / "model_and_optim")):
         theirs = OlmoCoreFolder(path)
-        console.print(f"Olmo-core 3 checkpoint {path}, step {theirs.step}, with {', '.join(theirs.roles)}.", soft_wrap=True)
+        console.print(
+            f"Olmo-core 3 checkpoint {path}, step {theirs.step}, with {', '.join(theirs.roles)}.", soft_wrap=True
+        )
         _model(console, theirs.model)
         _tensors(console, {piece.name: ("float32", piece.shape) for piece in theirs.pieces})
     elif (path / "config.json").is_file():
@@ -67,7 +78,8 @@ def show(path: Path, step: int | None = None) -> None:
         _tensors(console, {piece.name: (folder.tensors[piece.name].dtype, piece.shape) for piece in folder.pieces})
     else:
         raise UserError(
-            f"{path} is neither a run folder ({CHECKPOINTS}/), nor a Hugging Face folder (config.json), nor an Olmo-core "
+            f"{path} is neither a run folder ({CHECKPOINTS}/), nor a Hugging Face folder (config.json), nor an "
+            f"Olmo-core "
             f"checkpoint ({METADATA})."
         )
 
@@ -75,7 +87,8 @@ def show(path: Path, step: int | None = None) -> None:
 def _model(console: Console, model: ModelConfig) -> None:
     counts = parameter_counts(model)
     console.print(
-        f"{counts.total:,} parameters, {counts.active:,} active per token: {model.n_layers} layers of width {model.d_model}, "
+        f"{counts.total:,} parameters, {counts.active:,} active per token: {model.n_layers} layers of width "
+        f"{model.d_model}, "
         f"{model.moe.num_experts} experts, {model.moe.top_k} per token, vocabulary {model.vocab_size:,}.",
         soft_wrap=True,
     )

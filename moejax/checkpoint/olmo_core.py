@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moejax import config as c
-from moejax.checkpoint.pieces import Index, Piece, assemble, check_tensors, whole
+from moejax.checkpoint.mapping import Index, Piece, assemble, check_tensors, whole
 from moejax.config_moe import validate_moe
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
@@ -240,8 +240,8 @@ def is_fused(names: Iterable[str]) -> bool:
 def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
     """fp32 params in model order from Olmo-core tensors (weights, gradients or moments: anything weight-shaped).
 
-    Both attention layouts are read (`w_q`, `w_k`, `w_v`, and the fused `w_qkv`); tensors may be flat. Raises UserError for
-    a tensor that is missing, left over, or of another size than the model says.
+    Both attention layouts are read (`w_q`, `w_k`, `w_v`, and the fused `w_qkv`); tensors may be flat. Raises
+    UserError for a tensor that is missing, left over, or of another size than the model says.
     """
     table = pieces(model, fused=is_fused(tensors))
     sizes = {name: (math.prod(np.shape(tensor)),) for name, tensor in tensors.items()}
@@ -250,7 +250,8 @@ def import_params(model: c.ModelConfig, tensors: Tensors) -> Params:
 
 
 def norm_names(placement: c.NormPlacement) -> dict[str, str]:
-    """Our name of each block norm to Olmo-core's; its `attention_norm` is the inner one when pre, the outer one otherwise."""
+    """Our name of each block norm to Olmo-core's; its `attention_norm` is the inner one when pre, the outer one
+    otherwise."""
     if placement == c.NormPlacement.pre:
         return {"attention_in_norm": "attention_norm", "mlp_in_norm": "feed_forward_norm"}
     outer = {"attention_out_norm": "attention_norm", "mlp_out_norm": "feed_forward_norm"}

@@ -15,7 +15,7 @@ import numpy as np
 
 from moejax.checkpoint import olmo_core
 from moejax.checkpoint.distcp import METADATA, DistributedCheckpoint
-from moejax.checkpoint.pieces import Piece, assemble, check_tensors
+from moejax.checkpoint.mapping import Piece, assemble, check_tensors
 from moejax.config import ModelConfig
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
@@ -24,11 +24,10 @@ ROLES = {"main": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_mome
 """Olmo-core's ending of a tensor's name to our part of the state."""
 # The trainer's own bookkeeping, pickled objects that are left unread
 BOOKKEEPING = ("__moe_skip_step_losses", "__moe_skip_step_grad_norms")
-SCORE_BIAS = ".routed_experts_router.score_bias"
 
 
 class OlmoCoreFolder:
-    """model, step, pieces, roles (the parts of the state it has: with or without moments), settings.
+    """model, step, pieces, roles (the parts of the state it has: with or without moments), score_bias, settings.
 
     path: `stepN`, or `stepN/model_and_optim` with `config.json` in it or above it. Nothing but metadata and steps is
     read. Raises UserError: a file missing or damaged, a setting or a tensor with no counterpart here.
@@ -41,7 +40,7 @@ class OlmoCoreFolder:
         self._checkpoint = DistributedCheckpoint(self.path)
         self.settings = _settings(self.path)
         self.model: ModelConfig = olmo_core.import_model_config(self.settings)
-        self._keys, steps = self._sort_tensors()
+        self._keys, steps, buffers = self._sort_tensors()
         if "master" not in self._keys:
             raise UserError(f"{self.path} has no weights: no tensor is called module.<name>.main.")
         self.pieces: list[Piece] = olmo_core.pieces(self.model, fused=olmo_core.is_fused(self._keys["master"]))
@@ -52,17 +51,18 @@ class OlmoCoreFolder:
         if ("first_moment" in self._keys) != ("second_moment" in self._keys):
             raise UserError(f"{self.path} has one of the two moments only.")
         self.roles = tuple(self._keys)
+        read = {key.removeprefix("model_buffer."): self._checkpoint.read(key) for key in buffers}
+        self.score_bias = olmo_core.import_score_bias(self.model, read)
         self.step = self._step(steps)
 
-    def _sort_tensors(self) -> tuple[dict[str, dict[str, str]], list[str]]:
-        """Role to {name: key in the checkpoint}, and the keys of the step counts; refuses what has no place."""
+    def _sort_tensors(self) -> tuple[dict[str, dict[str, str]], list[str], list[str]]:
+        """Role to {name: key in the checkpoint}, those of step counts, and buffers; refuses what has no place."""
         keys: dict[str, dict[str, str]] = {}
-        steps = []
+        steps, buffers = [], []
         for key in self._checkpoint.tensors:
             name, _, ending = key.rpartition(".")
             if key.startswith("model_buffer."):
-                if not key.endswith(SCORE_BIAS) or np.any(self._checkpoint.read(key)):
-                    raise UserError(f"{self.path}: the buffer {key} has no counterpart in moejax; it cannot be imported.")
+                buffers.append(key)
             elif key.startswith("module.") and ending in ROLES:
                 while name.startswith("module."):
                     name = name.removeprefix("module.")
@@ -73,7 +73,7 @@ class OlmoCoreFolder:
                 raise UserError(f"{self.path}: there is no place for the tensor {key}.")
         if left := [name for name in self._checkpoint.others if name not in BOOKKEEPING]:
             raise UserError(f"{self.path}: there is no place for the object {left[0]}, which is no tensor.")
-        return keys, steps
+        return keys, steps, buffers
 
     def _step(self, keys: list[str]) -> int:
         steps = {int(self._checkpoint.read(key)) for key in keys}
@@ -91,8 +91,12 @@ class OlmoCoreFolder:
         return assemble(target, self.pieces, lambda name: self.read(role, name))
 
     def import_state(self, target: dict[str, Any] | None = None) -> dict[str, Any]:
-        """step (int32) and every role it has, with the field names of `parallel.step.PortableState`."""
-        state = {role: self.import_params(role, target and target[role]) for role in self.roles}
+        """step (int32), every role it has, and the score bias of its routers (zeros for those without one), with the
+        field names of `parallel.step.PortableState`."""
+        state: dict[str, Any] = {role: self.import_params(role, target and target[role]) for role in self.roles}
+        if self.model.n_moe_layers:
+            shape = (self.model.n_moe_layers, self.model.moe.num_experts)
+            state["score_bias"] = jnp.zeros(shape) if self.score_bias is None else jnp.asarray(self.score_bias)
         return {"step": jnp.asarray(self.step, jnp.int32), **state}
 
 
@@ -102,7 +106,9 @@ def _settings(path: Path) -> dict[str, Any]:
         if file.is_file():
             break
     else:
-        raise UserError(f"{path} has no config.json in it or above it; without one the shapes of the model are unknown.")
+        raise UserError(
+            f"{path} has no config.json in it or above it; without one the shapes of the model are unknown."
+        )
     try:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -57,7 +57,9 @@ class SafetensorsFile:
             entries.pop("__metadata__", None)
             self.tensors = {name: self._entry(name, entry, 8 + length, size) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is no safetensors file, or the beginning of it is damaged; copy it anew.") from error
+            raise UserError(
+                f"{path} is no safetensors file, or the beginning of it is damaged; copy it anew."
+            ) from error
 
     def _entry(self, name: str, entry: dict, base: int, size: int) -> TensorInfo:
         shape, (start, stop) = tuple(map(int, entry["shape"])), entry["data_offsets"]
@@ -67,7 +69,9 @@ class SafetensorsFile:
                 f"{', '.join(DTYPES)} can."
             )
         if min(shape, default=0) < 0 or stop - start != math.prod(shape) * DTYPES[entry["dtype"]].itemsize or start < 0:
-            raise UserError(f"{self.path}: the header gives tensor {name} a place of the wrong size; copy the file anew.")
+            raise UserError(
+                f"{self.path}: the header gives tensor {name} a place of the wrong size; copy the file anew."
+            )
         if base + stop > size:
             raise UserError(
                 f"{self.path} is cut short: it ends at byte {size:,}, and tensor {name} would end at {base + stop:,}; "
@@ -84,9 +88,7 @@ class SafetensorsFile:
         return data.reshape(info.shape)
 
 
-def write(
-    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], make: Callable[[str], np.ndarray]
-) -> None:
+def write(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], make: Callable[[str], np.ndarray]) -> None:
     """Write a file of these tensors, name to (dtype, shape); `make` gives each when its turn comes. Raises OSError."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     offset = 0

@@ -3,8 +3,8 @@
     runs/tiny/{config.yaml, checkpoints/} --SavedModel--> config, step, params on any sharding
     config + state + origin --write_run--> runs/olmoe/{config.yaml, checkpoints/, origin/}
 
-`origin/` keeps what came with an imported model and is not ours to change: its config.json, tokenizer, generation settings,
-and in which dtype each tensor was stored. Export takes it up again.
+`origin/` keeps what came with an imported model and is not ours to change: its config.json, tokenizer, generation
+settings, and in which dtype each tensor was stored. Export takes it up again.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import moejax
 from moejax import config_io
 from moejax.checkpoint.manager import Checkpoints
 from moejax.checkpoint.manifest import Manifest
-from moejax.config import Config, ModelConfig, PrecisionConfig
+from moejax.config import Config, ModelConfig, PrecisionConfig, ScoreBias
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
 
@@ -40,7 +40,8 @@ class SavedModel:
         self.path = Path(path)
         if not (self.path / CHECKPOINTS).is_dir():
             raise UserError(
-                f"{self.path} is no run folder: it has no {CHECKPOINTS}/; train one, or import one with `python -m moejax.convert`."
+                f"{self.path} is no run folder: it has no {CHECKPOINTS}/; train one, or import one with `python -m "
+                f"moejax.convert`."
             )
         self.checkpoints = Checkpoints(self.path / CHECKPOINTS)
         latest = self.checkpoints.latest()
@@ -69,6 +70,13 @@ class SavedModel:
         target = abstract_params(self.config.model) if target is None else target
         state, _ = self.checkpoints.restore({"master": target}, self.step, subset=True)
         return state["master"]
+
+    def score_bias(self) -> jax.Array | None:
+        """fp32[L, E] of the routers' choice, by MoE layer; None where the routers have none."""
+        if self.config.model.moe.router.score_bias == ScoreBias.none or "score_bias" not in self.manifest.tensors:
+            return None
+        target = {"score_bias": abstract_score_bias(self.config.model)}
+        return self.checkpoints.restore(target, self.step, subset=True)[0]["score_bias"]
 
 
 def run_config(model: ModelConfig, dst: Path, *, dtype: str, sequence_length: int, tokenizer: str) -> Config:
@@ -111,7 +119,9 @@ def whole_or_nothing(dst: Path) -> Iterator[Path]:
         partial.rename(dst)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{dst} cannot be written ({reason}); nothing is left of it. Make room or name another folder.") from error
+        raise UserError(
+            f"{dst} cannot be written ({reason}); nothing is left of it. Make room or name another folder."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -121,7 +131,8 @@ def write_run(
 ) -> Checkpoints:
     """Write a run folder with one checkpoint, at the state's own step; returns its checkpoints.
 
-    state: step, master, and optionally the moments, by the names of `PortableState`. origin: JSON. beside: files to copy.
+    state: step, master, and optionally the moments, by the names of `PortableState`. origin: JSON. beside: files to
+    copy.
     """
     (folder / ORIGIN).mkdir()
     for file in beside:
@@ -134,6 +145,10 @@ def write_run(
     return checkpoints
 
 
+def abstract_score_bias(model: ModelConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((model.n_moe_layers, model.moe.num_experts), jax.numpy.float32)
+
+
 def abstract_state(model: ModelConfig, roles: Sequence[str]) -> dict[str, Any]:
-    """What `write_run` saved, to restore into."""
+    """What `write_run` saved, to restore into; without a score bias."""
     return {"step": jax.ShapeDtypeStruct((), jax.numpy.int32)} | {role: abstract_params(model) for role in roles}

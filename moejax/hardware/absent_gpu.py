@@ -1,10 +1,10 @@
 """Compiling for GPUs that are not there: XLA's CUDA compiler, a description of the device, and a topology of many.
 
-    absent_mesh("b300", "dp=8,ep=8,pp=8") --TrainProgram(config, mesh).lower().compile()--> memory, collectives, schedule
+    absent_mesh("b300", "dp=8,ep=8,pp=8") --TrainProgram(config, mesh).lower().compile()--> memory, collectives
 
 Nothing runs: what comes out is what the compiler would hand to a GPU of this kind, with its memory per device. It needs
-JAX's CUDA plugin (`uv pip install moejax[aot]`), no driver and no CUDA libraries. Two things differ from a compilation on
-the device: no kernels are tuned, and a program that exceeds the memory is no error; compare `peak_memory_in_bytes` yourself.
+JAX's CUDA plugin (`uv pip install moejax[aot]`), no driver and no CUDA libraries. Two things differ from a compilation
+on the device: no kernels are tuned, and a program that exceeds the memory is no error; compare the peak yourself.
 One kind of GPU a process: JAX keeps what it has lowered for the first.
 
 Figures: NVIDIA's data sheets (SMs, bandwidth, memory) and the CUDA programming guide (limits by compute capability).
@@ -84,7 +84,9 @@ def absent_devices(chip: str, count: int) -> list[Any]:
 
     per_host = next(n for n in range(min(GPUS_PER_HOST, count), 0, -1) if count % n == 0)
     shape = f"1x{count // per_host}x{per_host}"  # slices x hosts x GPUs of a host
-    return list(topologies.get_topology_desc(platform="cuda", target_config=target_config(chip), topology=shape).devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", target_config=target_config(chip), topology=shape).devices
+    )
 
 
 def absent_mesh(chip: str, mesh: str | MeshShape) -> Mesh:
@@ -95,8 +97,14 @@ def absent_mesh(chip: str, mesh: str | MeshShape) -> Mesh:
 
 
 def bytes_per_device(compiled: Any) -> dict[str, int]:
-    """arguments, outputs, aliased (donated arguments that are outputs too), temporaries and peak of a compiled program."""
+    """arguments, outputs, aliased (donated arguments that are outputs too), temporaries and peak of a compiled
+    program."""
     memory = compiled.memory_analysis()
-    names = {"arguments": "argument_size", "outputs": "output_size", "aliased": "alias_size", "temporaries": "temp_size"}
+    names = {
+        "arguments": "argument_size",
+        "outputs": "output_size",
+        "aliased": "alias_size",
+        "temporaries": "temp_size",
+    }
     sizes = {name: int(getattr(memory, f"{field}_in_bytes")) for name, field in names.items()}
     return sizes | {"peak": int(getattr(memory, "peak_memory_in_bytes", 0))}

@@ -1,6 +1,7 @@
 """Attention: grouped queries, QK norm, rotary positions, documents and windows kept apart by one mask.
 
-    x_BSD --w_qkv (+ b_qkv)--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary--> softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
+    x_BSD --w_qkv (+ b_qkv)--> q_BSNH, k_BSMH, v_BSMH --QK norm, rotary-->
+    softmax(q k^T / sqrt(H) + mask) v --w_out--> y_BSD
 
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """

@@ -7,6 +7,8 @@
 F is a dense MLP in the leading blocks, routed plus shared experts in the others.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -44,7 +46,13 @@ class Block(nnx.Module):
         self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]
     ) -> tuple[Float[Array, "B S D"], Auxiliary | None]:
         """Returns the block's output and, of an MoE block, its losses and routing statistics."""
-        h = self._attended(x, context, window)
+        return self.around(lambda inside: self.attention(inside, context, window), x, context)
+
+    def around(
+        self, attend: Callable[[Array], Array], x: Float[Array, "B S D"], context: Context
+    ) -> tuple[Float[Array, "B S D"], Auxiliary | None]:
+        """The block around a given attention, [B, S, D] to [B, S, D]: decoding has one with a cache."""
+        h = self._attended(attend, x)
         with jax.named_scope("moe" if self.is_moe else "mlp"):
             inside = self._norm("mlp_in_norm", h)
             if self.is_moe:
@@ -56,10 +64,10 @@ class Block(nnx.Module):
 
     def route(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Routing:
         """Where an MoE block sends the tokens of its input."""
-        inside = self._norm("mlp_in_norm", self._attended(x, context, window))
+        h = self._attended(lambda inside: self.attention(inside, context, window), x)
+        inside = self._norm("mlp_in_norm", h)
         return self.moe.router(inside.reshape(-1, inside.shape[-1]), context)
 
-    def _attended(self, x: Array, context: Context, window: Array) -> Array:
+    def _attended(self, attend: Callable[[Array], Array], x: Array) -> Array:
         with jax.named_scope("attention"):
-            attended = self.attention(self._norm("attention_in_norm", x), context, window)
-            return x + self._norm("attention_out_norm", attended)
+            return x + self._norm("attention_out_norm", attend(self._norm("attention_in_norm", x)))

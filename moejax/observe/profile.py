@@ -19,7 +19,7 @@ class ProfiledSteps:
     """
 
     def __init__(self, window: Sequence[int], folder: Path | None):
-        self._window = tuple(window) if folder is not None else ()
+        self._window: tuple[int, ...] = tuple(window) if folder is not None else ()
         self._folder = folder
         self._running = False
 

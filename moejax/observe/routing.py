@@ -101,7 +101,7 @@ class GerrymanderAlarm:
         new, self._ringing = sorted(ringing - self._ringing), ringing
         return [
             f"MoE layer {layer}: the balance loss improves ({index[0][layer]:+.3f} to {index[1][layer]:+.3f} around "
-            f"even) while the load gets less even (max/mean {load[0][layer]:.2f} to {load[1][layer]:.2f}): experts win "
-            "tokens by thin margins and lose them by wide ones; raise model.moe.router.lb_loss or balance by score_bias."
+            f"even) while the load is less even (max/mean {load[0][layer]:.2f} to {load[1][layer]:.2f}): experts win "
+            "tokens by thin margins, lose them by wide ones; raise model.moe.router.lb_loss or balance by score_bias."
             for layer in new
         ]

@@ -1,16 +1,17 @@
 """One block taken apart, so that its backward can run at another time than its forward, and in two pieces.
 
     forward          params, x, known --> y
-    keep             params, x, known --> y, kept                        kept: what the backward needs and cannot have again
+    keep             params, x, known --> y, kept                        kept: what the backward needs of the forward
     pull             params, known, kept, dy --> dx, d_params
     pull_input       params, known, kept, dy --> dx, between             between: what the weight gradients need besides
     pull_weight      params, known, kept, between --> d_params
 
 `jax.vjp` of the block is traced once to a jaxpr and cut by looking at what depends on what. Of the values its backward
-asks for, those that follow from weights and from what is known of the microbatch (masks, rotary angles, casts of weights)
-are computed again; so weights are never copied into a stash. The pull is cut into the equations that lead to dx, and the
-rest; what crosses the cut is kept where it was dear to compute (matrix products, exchanges, loops), and computed again
-where it was cheap. After Qi et al. 2023 (arXiv:2401.10241), who make the same cut by hand in each linear layer.
+asks for, those that follow from weights and from what is known of the microbatch (masks, rotary angles, casts of
+weights) are computed again; so weights are never copied into a stash. The pull is cut into the equations that lead to
+dx, and the rest; what crosses the cut is kept where it was dear to compute (matrix products, exchanges, loops), and
+computed again where it was cheap. After Qi et al. 2023 (arXiv:2401.10241), who make the same cut by hand in each linear
+layer.
 """
 
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
@@ -60,7 +62,11 @@ class BlockProgram:
         self._out, self._pull_tree = found["out"], found["pull"]
         residuals = jaxpr.outvars[self._out.num_leaves :]
         reached = _reached(jaxpr, jaxpr.invars[-1:])
-        kept = _cheapest(jaxpr, [v for v in _variables(residuals) if v in reached], set(jaxpr.invars[:-1]) | _unreached(jaxpr, reached))
+        kept = _cheapest(
+            jaxpr,
+            [v for v in _variables(residuals) if v in reached],
+            set(jaxpr.invars[:-1]) | _unreached(jaxpr, reached),
+        )
         self.kept = [Shape(v.aval.shape, v.aval.dtype) for v in kept]
         self._keep = _slice(jaxpr, [*jaxpr.outvars[: self._out.num_leaves], *kept], jaxpr.invars)
         self._again = _slice(jaxpr, residuals, [*jaxpr.invars[:-1], *kept])
@@ -87,7 +93,12 @@ class BlockProgram:
     # --- in two pieces ---------------------------------------------------------------------------------------------
 
     def split(self) -> list[Shape]:
-        """Cuts the pull in two, once; returns shape and dtype of each array between the pieces."""
+        """Shape and dtype of each array between the two pieces of the pull."""
+        self._cut()
+        return self._between
+
+    def _cut(self) -> tuple[core.Jaxpr, core.Jaxpr, list[Any]]:
+        """The two pieces, made once, and their constants."""
         if self._pieces is None:
             found: dict[str, Any] = {}
 
@@ -106,23 +117,19 @@ class BlockProgram:
             self._between = [Shape(v.aval.shape, v.aval.dtype) for v in between]
             pieces = _slice(jaxpr, [dx, *between], jaxpr.invars), _slice(jaxpr, weights, [*residuals, *between])
             self._pieces = (*pieces, [*outer, *inner])
-        return self._between
+        return self._pieces
 
     def pull_input(
         self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
         """(dx, between)."""
-        self.split()
-        first, _, constants = self._pieces
+        first, _, constants = self._cut()
         dx, *between = run(first, [*constants, *self._rebuild(params, known, kept), dy])
         return dx, between
 
-    def pull_weight(
-        self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]
-    ) -> Any:
+    def pull_weight(self, params: PyTree[Array], known: PyTree[Array], kept: list[Array], between: list[Array]) -> Any:
         """d_params."""
-        self.split()
-        _, second, constants = self._pieces
+        _, second, constants = self._cut()
         leaves = run(second, [*constants, *self._rebuild(params, known, kept), *between])
         return jax.tree.unflatten(self._weights, leaves)
 
@@ -146,8 +153,8 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def _inner(equation: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
-    inside = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return (inside.jaxpr, inside.consts) if isinstance(inside, core.ClosedJaxpr) else (inside, [])
+    inside: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return (inside.jaxpr, inside.consts) if hasattr(inside, "consts") else (inside, [])
 
 
 def _dear(equation: core.JaxprEqn) -> bool:
@@ -185,7 +192,11 @@ def _read_by(jaxpr: core.Jaxpr, equations: set[int], output: Any) -> set[Any]:
 
 
 def _cheapest(
-    jaxpr: core.Jaxpr, wanted: Sequence[Any], free: set[Any], first: set[int] | None = None, used: set[Any] | None = None
+    jaxpr: core.Jaxpr,
+    wanted: Sequence[Any],
+    free: set[Any],
+    first: set[int] | None = None,
+    used: set[Any] | None = None,
 ) -> list[Any]:
     """What has to be kept so that `wanted` follows from it and from `free` by cheap equations alone.
 
@@ -233,6 +244,13 @@ def run_opened(jaxpr: core.Jaxpr, values: Sequence[Any]) -> list[Any]:
             outputs = run_opened(opened, [*constants, *inputs])
         else:
             whole = _with(jaxpr, _variables(equation.invars), list(equation.outvars), [equation])
-            outputs = run(whole, [value for value, atom in zip(inputs, equation.invars, strict=True) if not isinstance(atom, core.Literal)])
+            outputs = run(
+                whole,
+                [
+                    value
+                    for value, atom in zip(inputs, equation.invars, strict=True)
+                    if not isinstance(atom, core.Literal)
+                ],
+            )
         at.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

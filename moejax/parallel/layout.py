@@ -2,8 +2,8 @@
 
 The model counts layers 0..L-1, dense ones first. A pipeline of S stages with v chunks each has S v virtual stages; the
 first L mod (S v) of them get one layer more, so that the last ones, which also carry the head, are the short ones (the
-published layout: 63 layers over 16 virtual stages are fifteen times 4 and once 3). Every device's part of an array has the
-same shape, so a stage has as many rows (slots) of a kind of block as the fullest stage needs; the rest stay unused.
+published layout: 63 layers over 16 virtual stages are fifteen times 4 and once 3). Every device's part of an array has
+the same shape, so a stage has as many rows (slots) of a kind of block as the fullest stage needs; the rest stay unused.
 
     logical stack [n_layers_of_kind, ...]   --to_physical-->   [S * slots, ...], sharded over pp   --to_logical--> back
 """
@@ -62,7 +62,8 @@ def layers_of_virtual_stages(n_layers: int, virtual_stages: int) -> list[range]:
     """Consecutive layers per virtual stage; the first n_layers mod virtual_stages have one more."""
     if virtual_stages > n_layers:
         raise UserError(
-            f"{virtual_stages} pipeline stages (pp times chunks) are more than model.n_layers={n_layers}; each needs at least one layer."
+            f"{virtual_stages} pipeline stages (pp times chunks) are more than model.n_layers={n_layers}; "
+            "each needs at least one layer."
         )
     base, extra = divmod(n_layers, virtual_stages)
     bounds = np.cumsum([0] + [base + (q < extra) for q in range(virtual_stages)])

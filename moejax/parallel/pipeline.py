@@ -1,15 +1,16 @@
 """The executor: runs any wired schedule table inside the manual region, one scan over ticks.
 
-    tick t on stage s:  read the row (op, microbatch, slots) --switch--> forward or backward of one kind of stage, or nothing
+    tick t on stage s:  read the row (op, microbatch, slots) --switch--> an op of one kind of stage, or nothing
                         offer the result to both neighbours (two ppermutes) --store what the row says--> rings
 
-A branch (`pipeline_ops`) is one op of one kind of stage (`layout.StageKind`), so no layer is ever skipped at run time and
-an idle tick costs nothing. What waits is in rings whose sizes come from the table, gradients are in the carry, and
+A branch (`pipeline_ops`) is one op of one kind of stage (`layout.StageKind`), so no layer is ever skipped at run time
+and an idle tick costs nothing. What waits is in rings whose sizes come from the table, gradients are in the carry, and
 nothing differentiates through the scan: memory does not grow with the number of microbatches.
 
-The predicate of the switch depends on the pipeline stage alone, so all devices of an expert-parallel group take the same
-branch and its collectives meet. In the masked mode it depends on the tick alone: all stages run all that any stage has to
-do in the tick, and throw away what is not theirs; control flow is then the same on every device, at the price of the work.
+The predicate of the switch depends on the pipeline stage alone, so all devices of an expert-parallel group take the
+same branch and its collectives meet. In the masked mode it depends on the tick alone: all stages run all that any stage
+has to do in the tick, and throw away what is not theirs; control flow is then the same on every device, at the price of
+the work.
 """
 
 import dataclasses
@@ -175,9 +176,7 @@ def _sets(inside: Inside, count: int) -> tuple[list[tuple[int, ...]], np.ndarray
     return distinct, np.array([distinct.index(chosen) for chosen in sets], np.int32)
 
 
-def _masked(
-    branches: list[Any], chosen: tuple[int, ...], carry: Carry, row: dict[str, Array]
-) -> tuple[Carry, Array]:
+def _masked(branches: list[Any], chosen: tuple[int, ...], carry: Carry, row: dict[str, Array]) -> tuple[Carry, Array]:
     """Every branch of the tick on every stage, each stage keeping what its own one did."""
     outcomes = [branches[index](carry, row) for index in chosen]
     result = outcomes[0]

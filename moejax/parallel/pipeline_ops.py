@@ -24,13 +24,14 @@ from moejax.parallel.block_program import BlockProgram
 from moejax.parallel.layout import StageKind
 from moejax.parallel.schedule_wiring import Wiring
 from moejax.parallel.schedules import Op
-from moejax.parallel.stage import Microbatch, Place, Stash, StageProgram, Totals, add_losses
+from moejax.parallel.stage import Microbatch, Place, StageProgram, Stash, Totals, add_losses
 
 Row = dict[str, Array]
 
 
 class Rings(NamedTuple):
-    """What waits on a stage. activations, cotangents: [slots, B, S, D]. stash, between: see `StageProgram.empty_stash`."""
+    """What waits on a stage. activations, cotangents: [slots, B, S, D]. stash, between: see
+    `StageProgram.empty_stash`."""
 
     activations: Array
     cotangents: Array
@@ -183,7 +184,8 @@ def _backward(kind: StageKind, inside: Inside, carry: Carry, row: Row) -> tuple[
 def _cotangent(
     kind: StageKind, inside: Inside, here: Microbatch, context: Context, carry: Carry, row: Row, y: Array | None = None
 ) -> tuple[Array, Params, Totals]:
-    """Of the stage's output, and gradients and totals with the head's added on the last one. y: its output, if at hand."""
+    """Of the stage's output, and gradients and totals with the head's added on the last one. y: its output, if at
+    hand."""
     if not kind.last:
         return slot(carry.rings.cotangents, row["cotangent_slot"]), carry.gradients, carry.totals
     y = slot(carry.rings.activations, row["activation_slot"]) if y is None else y
@@ -247,9 +249,7 @@ def _backward_again(kind: StageKind, inside: Inside, carry: Carry, row: Row) -> 
         y, stash, totals = _again(kind, inside, here, context, place, carry, row)
         carry = carry._replace(totals=totals)
         dy, gradients, totals = _cotangent(kind, inside, here, context, carry, row, y)
-        dx, gradients = inside.program.pull(
-            kind, inside.blocks, inside.params, context, place, stash, 0, dy, gradients
-        )
+        dx, gradients = inside.program.pull(kind, inside.blocks, inside.params, context, place, stash, 0, dy, gradients)
         dx, gradients = _ends_of_backward(kind, inside, here, dx, gradients)
     return carry._replace(gradients=gradients, totals=totals), dx
 
@@ -261,9 +261,7 @@ def _backward_input_again(kind: StageKind, inside: Inside, carry: Carry, row: Ro
         carry = carry._replace(totals=totals)
         dy, gradients, totals = _cotangent(kind, inside, here, context, carry, row, y)
         unused = inside.program.empty_stash(inside.blocks, 1, between=True)
-        dx, _ = inside.program.pull_input(
-            kind, inside.blocks, inside.params, context, place, stash, 0, dy, unused, 0
-        )
+        dx, _ = inside.program.pull_input(kind, inside.blocks, inside.params, context, place, stash, 0, dy, unused, 0)
         dx, gradients = _ends_of_backward(kind, inside, here, dx, gradients)
     return carry._replace(gradients=gradients, totals=totals), dx
 

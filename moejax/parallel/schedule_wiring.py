@@ -46,10 +46,10 @@ class From(IntEnum):
 class Ends(NamedTuple):
     """When embedding and loss run, if all stages share them: int32 [ticks] each, -1 for none in that tick.
 
-    embed, embed_slot: before the tick, the embedding of this microbatch goes to this activation slot of the first virtual
-      stage. loss, loss_slot: after the tick, the last virtual stage's output of this microbatch has its loss taken, and its
-      cotangent goes to this cotangent slot there. pull_embed: after the tick, the first virtual stage's cotangent of this
-      microbatch goes to the embedding's gradient.
+    embed, embed_slot: before the tick, the embedding of this microbatch goes to this activation slot of the first
+      virtual stage. loss, loss_slot: after the tick, the last virtual stage's output of this microbatch has its loss
+      taken, and its cotangent goes to this cotangent slot there. pull_embed: after the tick, the first virtual stage's
+      cotangent of this microbatch goes to the embedding's gradient.
     """
 
     embed: np.ndarray
@@ -66,7 +66,8 @@ class Wiring:
     op, microbatch, chunk: as in the schedule.
     first, last: bool; the op belongs to the first (reads tokens), the last (computes the loss) virtual stage.
     activation_slot: slot the op reads its stage input from; -1 when idle, on the first virtual stage, and for backwards
-      when the inputs are not kept. Then the last virtual stage's forward puts its output there, and its backward reads it.
+      when the inputs are not kept. Then the last virtual stage's forward puts its output there, and its backward reads
+      it.
     cotangent_slot: slot a backward of any kind reads its output cotangent from; -1 on the last virtual stage.
     stash_slot: slot for what a forward keeps for its own backward (residuals, named checkpoints): the forward writes
       it, the backwards read it, on every virtual stage. To be ignored by an executor that keeps inputs only.
@@ -105,9 +106,7 @@ class Wiring:
         return self.store_activation_from.shape[-1]
 
 
-def wire(
-    schedule: Schedule, keep_inputs: bool = True, ends_apart: bool = False, keep_outputs: bool = True
-) -> Wiring:
+def wire(schedule: Schedule, keep_inputs: bool = True, ends_apart: bool = False, keep_outputs: bool = True) -> Wiring:
     """Slots and arrivals of a schedule that passes `schedule_check.check`; undefined for others.
 
     keep_inputs: True for an executor that recomputes a stage from its input, which then stays in the activation ring

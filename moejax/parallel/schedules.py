@@ -125,7 +125,8 @@ def activation_lives(
     FORWARD. On the last virtual stage its place is then taken by that stage's output, which the loss needs in BACKWARD
     or BACKWARD_INPUT. The first virtual stage reads tokens and has none.
     ends_apart: embedding and loss are computed outside of the virtual stages: the first one's input comes just before
-    its FORWARD, the last one's output need not wait. keep_outputs=False: it need not wait anyway, since there are no backwards.
+    its FORWARD, the last one's output need not wait. keep_outputs=False: it need not wait anyway, since there are no
+    backwards.
     """
     when = op_ticks(schedule)
     end = np.array(when.weight if keep_inputs else when.forward)

@@ -7,9 +7,9 @@
     pull_weight   stash, between --> gradients, no layer waiting for another
 
 The backward is written out, layer by layer: a scan over the blocks that keeps what each block's VJP needs, and a scan
-back that adds each layer's weight gradient to the fp32 accumulator in its slot. So there is never a second buffer of the
-size of all gradients, weights are never copied among the residuals, and nothing differentiates through a scan. What is
-kept of a block, and how its backward is cut in two, is `block_program`'s.
+back that adds each layer's weight gradient to the fp32 accumulator in its slot. So there is never a second buffer of
+the size of all gradients, weights are never copied among the residuals, and nothing differentiates through a scan. What
+is kept of a block, and how its backward is cut in two, is `block_program`'s.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,8 @@ class StageProgram:
         return [stack for stack in stacks if stack[1]]
 
     def _block(self, name: str, context: Context) -> Callable[[Params, Array, Any], Any]:
-        """f(params, x, known) -> ((y, auxiliary loss), statistics or None); known as `_known`, the rest from context."""
+        """f(params, x, known) -> ((y, auxiliary loss), statistics or None); known as `_known`, the rest from
+        context."""
         p = parts(self.model)
         part = p.moe_block if name == "moe_blocks" else p.dense_block
 

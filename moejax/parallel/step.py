@@ -1,6 +1,6 @@
 """The train step: one manual region for forward and backward, then Optax on the shards, all in one compiled program.
 
-    params, batch --region: pipeline of stages, experts over ep, gradients reduced over the replicas--> fp32 gradient shards
+    params, batch --region: stages over pp, experts over ep, gradients reduced over the replicas--> fp32 gradient shards
     gradient shards, master, moments --optax--> master, moments --cast, all-gather--> params
 
 `TrainProgram` holds what belongs to a (config, mesh) pair: shardings, abstract state, and the compiled functions.
@@ -197,7 +197,7 @@ class TrainProgram:
         per_part = sequences // self.config.parallel.pipeline.microbatches
         shape = (self.config.parallel.pipeline.microbatches, per_part, self.config.data.sequence_length)
         mine = NamedSharding(self.mesh, BATCH_SPEC).addressable_devices_indices_map(shape).values()
-        starts = sorted({index[1].indices(per_part)[0] for index in mine})
+        starts = sorted({index[1].indices(per_part)[0] for index in mine if index is not None})
         size = per_part // self.shape.data_shards * len(starts)
         return starts[0] // size, per_part // size
 
@@ -313,7 +313,8 @@ class TrainProgram:
 
     def _portable(self, state: TrainState) -> PortableState:
         first, second = (optax.tree_utils.tree_get(state.moments, name) for name in ("mu", "nu"))
-        return PortableState(state.step, *map(self._to_logical, (state.master, first, second)), state.score_bias)
+        master, first, second = map(self._to_logical, (state.master, first, second))
+        return PortableState(state.step, master, first, second, state.score_bias)
 
     def _from_portable(self, portable: PortableState) -> TrainState:
         state = self._with_params(portable.master, portable.score_bias)
@@ -373,11 +374,12 @@ class TrainProgram:
         return self._global(totals).cross_entropy, loss_tokens
 
     def _global(self, totals: Totals) -> Totals:
-        scalars = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), (*self.data_axes, "pp"))
+        everywhere = (*self.data_axes, "pp")
+        cross_entropy, z, auxiliary = lax.psum((totals.cross_entropy, totals.z, totals.auxiliary), everywhere)
         statistics = totals.statistics
         if statistics is not None and self.data_axes:
             statistics = reduce_over_devices(statistics, self._sum_over_data, lambda x: lax.pmax(x, self.data_axes))
-        return Totals(*scalars, statistics)
+        return Totals(cross_entropy, z, auxiliary, statistics)
 
     def _run(
         self, params: Params, batch: Microbatch, key: Array, score_bias: Array | None, training: bool

@@ -1,7 +1,7 @@
 """Embedding and head shared by all pipeline stages: each has a part of the vocabulary.
 
     before a tick   ids_BS --own rows, psum over pp--> x_BSD, into the first virtual stage's ring
-    after a tick    the last one's y_BSD to all --own logits, psum of their sums--> loss, own weight gradients, psum--> dy
+    after a tick    the last one's y_BSD to all --own logits, psum of their sums--> loss, own gradients, psum--> dy
                     the first one's dx_BSD to all --> own rows' gradients
 
 So the head's work, the largest single product of the model, is done by S stages instead of one while S-1 wait, and its

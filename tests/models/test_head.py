@@ -1,4 +1,4 @@
-"""Both ends of the model: the loss in runs of tokens is the plain loss, gradients included; a tied head is the table."""
+"""Both ends of the model: the loss in runs of tokens is the plain one, gradients too; a tied head is the table."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 
 from moejax.models import head
 from moejax.models.head import IGNORED, chunk_tokens, linear_cross_entropy
-from moejax.models.transformer import Transformer, init_params, parts
+from moejax.models.transformer import Transformer, parts
+from tests.models.weights import fresh
 from tests.small import small_config
 
 T, D, V = 24, 8, 11
@@ -72,7 +73,7 @@ def test_chunks_are_equal_and_within_the_bound(tokens, vocab):
 
 def test_a_tied_head_is_the_embedding_table():
     c = small_config("model.tie_embeddings=true").model
-    params = init_params(c, jax.random.key(0))
+    params = fresh(c)
     assert set(params["head"]) == {"norm"}
     p = parts(c)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, c.d_model)), jnp.float32)
@@ -92,7 +93,7 @@ def test_the_embedding_is_scaled_by_the_root_of_the_width_unless_told():
     ids = jnp.array([[1, 5, 1]])
     for scale, factor in (("null", np.sqrt(32)), ("2.5", 2.5)):
         c = small_config(f"model.embed_scale={scale}", "model.embed_norm=false").model
-        params = init_params(c, jax.random.key(0))["embedding"]
+        params = fresh(c)["embedding"]
         np.testing.assert_allclose(
             parts(c).embedding(params)(ids), factor * np.asarray(params["table"])[np.asarray(ids)], rtol=1e-6
         )
@@ -100,7 +101,7 @@ def test_the_embedding_is_scaled_by_the_root_of_the_width_unless_told():
 
 def test_a_token_sees_nothing_of_what_follows_or_of_other_documents():
     c = small_config("model.n_layers=2", "model.n_dense_layers=1").model
-    model = Transformer(c, init_params(c, jax.random.key(0)))
+    model = Transformer(c, fresh(c))
     ids = np.random.default_rng(0).integers(0, 256, (1, 12))
     segments = np.array([[0] * 6 + [1] * 6])
     logits = np.asarray(model(ids, segments))

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.models.transformer import init_params, logical_axes
+from moejax.models.transformer import logical_axes
+from tests.models.weights import fresh
 from tests.small import small_config
 
 
 def test_layers_added_at_the_end_leave_the_others_as_they_were():
     short, long = (small_config(f"model.n_layers={n}").model for n in (3, 5))
-    a, b = (init_params(c, jax.random.key(1)) for c in (short, long))
+    a, b = (fresh(c, 1) for c in (short, long))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[: len(x)]), a["moe_blocks"], b["moe_blocks"])
     for same in ("embedding", "head", "dense_blocks"):
         jax.tree.map(np.testing.assert_array_equal, a[same], b[same])
@@ -18,7 +19,7 @@ def test_layers_added_at_the_end_leave_the_others_as_they_were():
 
 def test_no_two_weights_are_alike_and_another_seed_gives_others():
     c = small_config().model
-    params = [init_params(c, jax.random.key(seed)) for seed in (1, 2)]
+    params = [fresh(c, seed) for seed in (1, 2)]
     rows = [
         np.asarray(x).reshape(-1)[:8].tobytes()
         for p in params
@@ -42,5 +43,5 @@ def test_weights_have_the_spread_asked_for_cut_at_three_of_it_and_gains_are_one(
         assert abs(float(jnp.std(x)) / (0.9866 * 0.05) - 1) < 5 / np.sqrt(x.size), path
         assert 0.1 < float(jnp.max(jnp.abs(x))) <= 0.15, path
 
-    params = init_params(c, jax.random.key(0))
+    params = fresh(c)
     jax.tree_util.tree_map_with_path(check, params, logical_axes(c))

@@ -12,7 +12,8 @@ from moejax.context import single_device_context
 from moejax.models.attention import attention_mask, rotary
 from moejax.models.mlp import swiglu
 from moejax.models.norms import rms_norm
-from moejax.models.transformer import init_params, parts
+from moejax.models.transformer import parts
+from tests.models.weights import fresh
 from tests.small import small_config
 
 
@@ -98,11 +99,11 @@ def test_attention_is_the_naive_one(overrides):
     """One query at a time, over the keys it may see, in fp64."""
     c = small_config(*overrides, "model.init_std=0.3").model
     a = c.attention
-    params = jax.tree.map(lambda p: p[0], init_params(c, jax.random.key(0))["dense_blocks"]["attention"])
+    params = jax.tree.map(lambda p: p[0], fresh(c)["dense_blocks"]["attention"])
     if a.qk_norm != "none":  # gains that are not all one
         for name in ("q_norm", "k_norm"):
             params[name]["gain"] = jnp.asarray(1 + 0.3 * normal(3, *params[name]["gain"].shape))
-    block = {**jax.tree.map(lambda p: p[0], init_params(c, jax.random.key(0))["dense_blocks"]), "attention": params}
+    block = {**jax.tree.map(lambda p: p[0], fresh(c)["dense_blocks"]), "attention": params}
     x, window = normal(1, 2, 9, c.d_model), 3
     segments = np.array([[0] * 5 + [1] * 4, [0] * 9])
     positions = np.array([[*range(5), *range(4)], [*range(9)]])
@@ -111,7 +112,7 @@ def test_attention_is_the_naive_one(overrides):
     module.windowed = True
     ours = np.asarray(module(jnp.asarray(x), context, jnp.asarray(window)))
 
-    p = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
+    p = jax.tree.map(lambda w: np.asarray(w).astype(np.float64), params)
     q, k, v = np.split(np.einsum("bsd,dqh->bsqh", x, p["w_qkv"]), [a.n_heads, a.n_heads + a.n_kv_heads], axis=2)
 
     def norm(y: np.ndarray, name: str) -> np.ndarray:
@@ -122,7 +123,8 @@ def test_attention_is_the_naive_one(overrides):
         return flat.reshape(y.shape)
 
     q, k = (
-        np.asarray(rotary(norm(y, n), positions, a.rope_theta), np.float64) for y, n in ((q, "q_norm"), (k, "k_norm"))
+        np.asarray(rotary(norm(y, n), positions, a.rope_theta)).astype(np.float64)
+        for y, n in ((q, "q_norm"), (k, "k_norm"))
     )
     expected = np.zeros(x.shape)
     for b, s, n in np.ndindex(2, 9, a.n_heads):

@@ -233,6 +233,12 @@ def test_exactness_costs_no_memory():
     assert exact <= 1.15 * drop
 
 
+def one_matrix(params: ExpertWeights, rows, group_sizes):
+    """Experts in shape and memory, quick to compile: every row through the first one."""
+    up, gate = jnp.split(rows @ params.w_up_gate[0], 2, axis=-1)
+    return (up * jax.nn.silu(gate)) @ params.w_down[0]
+
+
 def temporary_bytes(transport: Rowwise, layers: int, tokens: int = 512, width: int = 128, hidden: int = 128) -> int:
     n_experts, top_k = 32, 4
     mesh = Mesh(np.array(jax.devices()[:8]), ("ep",), axis_types=(AxisType.Auto,))
@@ -241,7 +247,7 @@ def temporary_bytes(transport: Rowwise, layers: int, tokens: int = 512, width: i
         def loss(x, weights, params):
             for layer in range(layers):
                 here = jax.tree.map(lambda p, n=layer: p[n], params)
-                x, _ = through_experts(transport, expert_mlps, here, x, ids, weights, n_experts)
+                x, _ = through_experts(transport, one_matrix, here, x, ids, weights, n_experts)
             return jnp.sum(x)
 
         return jax.grad(loss, (0, 1, 2))(x, weights, params)

@@ -43,7 +43,7 @@ def a_layout(seed: int, devices: int = 3, local: int = 2) -> Layout:
 
 @given(seed=st.integers(0, 1000), buffer=st.integers(1, 40))
 def test_windows_move_every_row_once(seed: int, buffer: int):
-    """Over the agreed rounds each chunk is moved whole, in order; no round overfills a buffer, and none but the last is idle."""
+    """Over the agreed rounds each chunk is moved whole and in order, and no round overfills a buffer."""
     layout = a_layout(seed)
     rounds = int(count_rounds(layout.arriving, buffer))
     moved, arriving = np.zeros(layout.counts.shape, int), np.asarray(layout.arriving)

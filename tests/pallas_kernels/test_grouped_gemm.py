@@ -260,7 +260,7 @@ def test_operands_that_do_not_fit_are_one_sentence_with_the_shapes(which):
     assert message.endswith(".") and "\n" not in message and len(message) < 250
 
 
-@pytest.mark.parametrize("name", ["mosaic", "tokamax", "", "Loop"])
+@pytest.mark.parametrize("name", ["triton", "tokamax", "", "Loop"])
 def test_unknown_implementation_lists_what_works(name):
     lhs, rhs, grad, sizes = operands(10, [4, 6])
     for call in (
@@ -268,7 +268,7 @@ def test_unknown_implementation_lists_what_works(name):
         lambda: grouped_gemm_weight_grad(lhs, grad, sizes, implementation=name),
         lambda: resolve_implementation(name),
     ):
-        with pytest.raises(ValueError, match=r"'auto', 'loop', 'xla'"):
+        with pytest.raises(ValueError, match=r"'auto', 'loop', 'mosaic', 'xla'"):
             call()
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.errors import UserError
+from moejax.parallel.pipeline import forward_only
 from moejax.parallel.schedule_check import check, check_wiring
 from moejax.parallel.schedule_makers import NAMES, make_schedule
 from moejax.parallel.schedule_wiring import wire
@@ -53,14 +54,22 @@ def run_on_names(wiring, stages: int) -> Counter:
     activations = [[None] * wiring.activation_slots for _ in range(stages)]
     cotangents = [[None] * wiring.cotangent_slots for _ in range(stages)]
     stash = [[None] * wiring.stash_slots for _ in range(stages)]
+    between = [[None] * wiring.between_slots for _ in range(stages)]
     log: Counter = Counter()
     for tick in range(len(wiring.op)):
         yielded: list = ["garbage"] * stages
+        if wiring.ends and wiring.ends.embed[tick] >= 0:
+            embedded = ("activation", int(wiring.ends.embed[tick]), 0)
+            activations[int(wiring.first[tick].argmax())][wiring.ends.embed_slot[tick]] = embedded
         for stage in range(stages):
             op, m = Op(int(wiring.op[tick, stage])), int(wiring.microbatch[tick, stage])
             if op == Op.IDLE:
                 continue
-            if wiring.first[tick, stage]:
+            # without inputs the last virtual stage leaves its output where its input was, and its loss takes it there
+            output_stays = wiring.last[tick, stage] and not (
+                wiring.keep_inputs or wiring.ends or wiring.first[tick, stage]
+            )
+            if wiring.first[tick, stage] and not wiring.ends:
                 x = ("activation", m, 0)
             elif op == Op.FORWARD or wiring.keep_inputs:
                 x = activations[stage][wiring.activation_slot[tick, stage]]
@@ -70,13 +79,21 @@ def run_on_names(wiring, stages: int) -> Counter:
                 log[stage, op, x] += 1
                 stash[stage][wiring.stash_slot[tick, stage]] = x
                 yielded[stage] = (x[0], x[1], x[2] + 1)
+                if output_stays:
+                    activations[stage][wiring.activation_slot[tick, stage]] = yielded[stage]
                 continue
             assert x == stash[stage][wiring.stash_slot[tick, stage]]
-            if wiring.last[tick, stage]:
-                g = ("cotangent", m, x[2])
+            if wiring.last[tick, stage] and not wiring.ends:
+                y = activations[stage][wiring.activation_slot[tick, stage]]
+                reads = output_stays and op != Op.BACKWARD_WEIGHT
+                g = ("cotangent", y and y[1], x[2]) if reads else ("cotangent", m, x[2])
             else:
                 g = cotangents[stage][wiring.cotangent_slot[tick, stage]]
             log[stage, op, x, g] += 1
+            if op == Op.BACKWARD_INPUT:
+                between[stage][wiring.between_slot[tick, stage]] = g
+            elif op == Op.BACKWARD_WEIGHT:
+                assert between[stage][wiring.between_slot[tick, stage]] == g
             if op != Op.BACKWARD_WEIGHT:
                 yielded[stage] = (g[0], g[1], g[2] - 1)
         for stage in range(stages):
@@ -88,6 +105,13 @@ def run_on_names(wiring, stages: int) -> Counter:
                 for place in range(wiring.arrivals):
                     if origin[tick, stage, place]:
                         ring[stage][slot[tick, stage, place]] = offered[origin[tick, stage, place]]
+        if wiring.ends and wiring.ends.loss[tick] >= 0:
+            stage = int(wiring.last[tick].argmax())
+            kind, m, q = yielded[stage]
+            assert (kind, m) == ("activation", wiring.ends.loss[tick])
+            cotangents[stage][wiring.ends.loss_slot[tick]] = ("cotangent", m, q - 1)
+        if wiring.ends and wiring.ends.pull_embed[tick] >= 0:
+            assert yielded[int(wiring.first[tick].argmax())] == ("cotangent", wiring.ends.pull_embed[tick], -1)
     return log
 
 
@@ -123,11 +147,24 @@ def table(rows: str, stages: int, microbatches: int, chunks: int = 1, placement:
 
 
 @every_kind
-@given(stages=stage_counts, microbatches=microbatch_counts, keep_inputs=st.booleans())
-def test_every_op_reads_its_own_input_and_cotangent_and_runs_once(name, chunks, stages, microbatches, keep_inputs):
+@given(stages=stage_counts, microbatches=microbatch_counts, keep_inputs=st.booleans(), apart=st.booleans())
+def test_every_op_reads_its_own_input_and_cotangent_and_runs_once(
+    name, chunks, stages, microbatches, keep_inputs, apart
+):
     schedule = make_schedule(name, stages, microbatches, chunks)
     check(schedule)
-    assert run_on_names(wire(schedule, keep_inputs), schedule.stages) == all_the_work(schedule)
+    assert run_on_names(wire(schedule, keep_inputs, apart), schedule.stages) == all_the_work(schedule)
+
+
+@every_kind
+@given(stages=stage_counts, microbatches=microbatch_counts, apart=st.booleans())
+def test_evaluation_runs_every_forward_on_its_own_input(name, chunks, stages, microbatches, apart):
+    schedule = make_schedule(name, stages, microbatches, chunks)
+    wiring = forward_only(schedule, apart)
+    room = max(int(wiring.stash_slot.max()), int(wiring.ends.loss_slot.max()) if wiring.ends else 0) + 1
+    ran = run_on_names(replace(wiring, stash_slots=room, cotangent_slots=room), stages)
+    assert ran == Counter({work: n for work, n in all_the_work(schedule).items() if work[1] == Op.FORWARD})
+    assert len(wiring.op) <= 2 * chunks * (microbatches + stages)
 
 
 @every_kind
@@ -139,9 +176,11 @@ def test_rings_have_as_many_slots_as_are_ever_alive_on_one_stage(name, chunks, s
     for t, s in np.argwhere(schedule.op != Op.IDLE).tolist():
         q = int(schedule.virtual_stage(s, schedule.chunk[t, s]))
         ticks.setdefault((int(schedule.microbatch[t, s]), q), []).append(t)
-    alive: dict[str, Counter] = {"activation": Counter(), "cotangent": Counter(), "stash": Counter()}
+    alive: dict[str, Counter] = {ring: Counter() for ring in ("activation", "cotangent", "stash", "between")}
     for (m, q), own in ticks.items():
         lives = {"stash": (own[0], own[-1])}
+        if len(own) == 3:
+            lives["between"] = (own[1], own[2])
         if q > 0:
             # without the inputs the last virtual stage keeps its output in the same place, for the loss
             end = own[-1] if keep_inputs else own[1] if q == schedule.virtual_stages - 1 else own[0]

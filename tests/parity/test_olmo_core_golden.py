@@ -76,7 +76,8 @@ def test_there_are_goldens():
 
 
 def test_logits(golden: Golden):
-    logits = Transformer(golden.model, golden.params, score_bias=golden.score_bias)(jnp.asarray(golden.arrays["ids"], jnp.int32))
+    model = Transformer(golden.model, golden.params, score_bias=golden.score_bias)
+    logits = model(jnp.asarray(golden.arrays["ids"], jnp.int32))
     np.testing.assert_allclose(logits, golden.arrays["logits"], rtol=0, atol=2e-5)
 
 

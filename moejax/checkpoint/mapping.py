@@ -1,6 +1,6 @@
 """Foreign tensors and our weights, as one table that is read in both directions.
 
-    tensor "model.layers.1.mlp.experts.3.up_proj.weight" [F, D]  <--Piece-->  moe_blocks/moe/experts/w_up_gate[1, 3, :, :F]
+    "model.layers.1.mlp.experts.3.up_proj.weight" [F, D]  <--Piece-->  moe_blocks/moe/experts/w_up_gate[1, 3, :, :F]
 
     read(name) --`assemble`: one tensor at a time, into the shards that hold a part of it--> params, sharded
     params --`take`--> the tensor as the other side stores it
@@ -27,9 +27,9 @@ ALIGNMENT = 64  # bytes; XLA:CPU takes up a buffer that starts on such a boundar
 class Piece(NamedTuple):
     """One foreign tensor and the region of a weight it fills.
 
-    name, shape: of the tensor. leaf: the weight, keys joined by "/". index: the region, one entry per axis of the weight,
-    slices with both ends. axes: order in which the tensor's axes stand in the region (None: as they are); the region's
-    axes are those, some of them split in two (heads and head width) or dropped (width 1).
+    name, shape: of the tensor. leaf: the weight, keys joined by "/". index: the region, one entry per axis of the
+    weight, slices with both ends. axes: order in which the tensor's axes stand in the region (None: as they are); the
+    region's axes are those, some of them split in two (heads and head width) or dropped (width 1).
     """
 
     name: str
@@ -114,7 +114,7 @@ def _place(leaf: Any, pieces: Sequence[Piece], read: Callable[[str], np.ndarray]
     shape = tuple(leaf.shape)
     sharding: Sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     shards: dict[tuple[slice, ...], np.ndarray] = {}
-    homes: list[tuple[jax.Device, tuple[slice, ...]]] = []
+    homes: list[tuple[Any, tuple[slice, ...]]] = []  # device, its part
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(slice(*i.indices(n)[:2]) for i, n in zip(index or (), shape, strict=True))
         homes.append((device, bounds))

@@ -1,0 +1,84 @@
+"""Whole steps compile for GPUs that are not there: 512 of them, in a process of their own, since JAX keeps one
+target."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moejax.errors import UserError
+from moejax.hardware.absent_gpu import CHIPS, absent_mesh, missing, target_config
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+
+COMPILE = """
+import json, sys, time
+import jax
+from moejax import config_io
+from moejax.hardware.absent_gpu import absent_mesh, bytes_per_device
+from moejax.parallel.step import TrainProgram
+
+chip, mesh, file, *overrides = sys.argv[1:]
+config = config_io.load(file or None, [f"parallel.mesh='{mesh}'", *overrides])
+program = TrainProgram(config, absent_mesh(chip, mesh))
+begin = time.process_time(), time.perf_counter()
+compiled = program.lower().compile()
+seconds = time.process_time() - begin[0], time.perf_counter() - begin[1]
+text = compiled.as_text()
+accumulators = {
+    "f32[" + ",".join(map(str, [n // {"pp": program.shape.pp, "ep": program.shape.ep}.get(axis, 1)
+                                for n, axis in zip(weight.shape, [*spec, *[None] * weight.ndim])])) + "]"
+    for weight, spec in zip(jax.tree.leaves(program.abstract), jax.tree.leaves(
+        program.param_specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec)))
+    if weight.size > 1e8
+}
+copied = [shape for shape in accumulators for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
+names = ("collective-permute", "ragged-all-to-all", "reduce-scatter", "conditional")
+print(json.dumps({
+    "accumulators": sorted(accumulators), "copied": copied,
+    "devices": program.mesh.size, "cpu_seconds": seconds[0], "seconds": seconds[1], **bytes_per_device(compiled),
+    **{name: text.count(f" {name}(") + text.count(f" {name}-start(") for name in names},
+}))
+"""
+
+
+def compiled_step(chip: str, mesh: str, file: str = "", *overrides: str) -> dict:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, "-c", COMPILE, chip, mesh, file, *overrides]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_largest_config_compiles_for_512_gpus():
+    """Interleaved stages, the last one a layer short, two dense layers first; three minutes of one quiet core or
+    less."""
+    step = compiled_step("b300", "dp=8,ep=8,pp=8", "configs/ultra_128e.yaml")
+    assert step["devices"] == 512
+    assert step["cpu_seconds"] < 180
+    assert step["collective-permute"] and step["conditional"] and step["ragged-all-to-all"]
+    # the branches of the switch hand the gradients on where they are
+    assert len(step["accumulators"]) >= 2 and not step["copied"]
+    assert step["aliased"] >= 0.99 * step["outputs"], "a new state beside the old one: donation is lost"
+
+
+def test_every_gpu_has_a_target_of_its_own():
+    texts = {chip: target_config(chip) for chip in CHIPS}
+    assert len(set(texts.values())) == len(CHIPS)
+    assert all(f"NVIDIA {chip.upper()}" in text for chip, text in texts.items())
+    with pytest.raises(UserError, match="h100, h200"):
+        target_config("b999")
+
+
+@pytest.mark.skipif(missing() is None, reason="the compiler is there")
+def test_without_the_compiler_the_way_out_is_said():
+    with pytest.raises(UserError, match=r"moejax\[aot\]|JAX_PLATFORMS"):
+        absent_mesh("h200", "dp=8")

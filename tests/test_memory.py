@@ -1,0 +1,101 @@
+"""Memory: flat in the number of microbatches under 1F1B, and no weight copied among what a backward keeps.
+
+the compiled step of four stages --memory_analysis--> bytes of temporaries, at 8 and at 64 microbatches
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from moejax.context import single_device_context
+from moejax.models.transformer import abstract_params
+from moejax.parallel.stage import Microbatch
+from moejax.parallel.step import BATCH_SPEC, TrainProgram
+from tests.small import small_program
+
+MICROBATCH_TOKENS = 256  # so that a stage input is large beside the books that are kept
+
+
+def temporaries(schedule: str, microbatches: int) -> int:
+    """Bytes of temporaries of the train step on a device, from shapes alone."""
+    program = small_program(
+        "pp=4",
+        [
+            "model.n_dense_layers=0",
+            "model.n_layers=4",
+            f"parallel.pipeline.schedule={schedule}",
+            f"parallel.pipeline.microbatches={microbatches}",
+            f"train.batch_tokens={microbatches * MICROBATCH_TOKENS}",
+        ],
+    )
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(program._fresh, jax.random.key(0)),
+        program.state_shardings(),
+    )
+    length = program.config.data.sequence_length
+    ids = jax.ShapeDtypeStruct(
+        (microbatches, MICROBATCH_TOKENS // length, length),
+        jnp.int32,
+        sharding=NamedSharding(program.mesh, BATCH_SPEC),
+    )
+    # machine code is of no interest here, only what XLA keeps: LLVM may be quick
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    compiled = program.step.lower(state, Microbatch(ids, ids, ids, ids)).compile(options)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_1f1b_needs_no_more_memory_for_64_microbatches_than_for_8_and_gpipe_does():
+    few, many = (temporaries("1f1b", microbatches) for microbatches in (8, 64))
+    assert abs(many / few - 1) < 0.05, (few, many)
+    more = temporaries("gpipe", 64)
+    # GPipe keeps the inputs of all 64 where 1F1B keeps those of at most 4
+    stage_input = 4 * MICROBATCH_TOKENS * 32
+    assert more - many > 50 * stage_input, (many, more)
+
+
+def kept_shapes(program: TrainProgram, name: str) -> list[tuple[int, ...]]:
+    """Shapes, by layer, of what the backward of a stack of blocks keeps from its forward."""
+    stages, kept = program.stages, []
+    model = program.config.model
+
+    def run(params, x, segment_ids):
+        context = single_device_context(segment_ids)
+        count = program.layout.stacks[name].slots
+        _, residuals, *_ = stages._keep(name, count, jnp.int32(0), jnp.int32(0), params[name], x, context)
+        kept.extend(leaf.shape[1:] for leaf in residuals.kept)
+
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, program.params_dtype), abstract_params(model))
+    x = jax.ShapeDtypeStruct((3, 16, model.d_model), stages.compute)
+    jax.eval_shape(run, params, x, jax.ShapeDtypeStruct((3, 16), jnp.int32))
+    return kept
+
+
+# no dimension is like another, so that a weight is known by its shape
+ODD_SHAPES = (
+    "model.d_model=24",
+    "model.attention.n_heads=6",
+    "model.attention.n_kv_heads=2",
+    "model.attention.head_dim=20",
+    "model.moe.hidden=28",
+    "model.moe.shared_hidden=36",
+    "model.moe.num_experts=10",
+)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stack", ["dense_blocks", "moe_blocks"])
+def test_no_matrix_is_kept_among_the_residuals(stack, dtype, recompute):
+    settings = [f"precision.params={dtype}", f"precision.compute={dtype}", f"parallel.recompute={recompute}"]
+    program = small_program("dp=1", [*ODD_SHAPES, *settings])
+    weights = {w.shape[1:] for w in jax.tree.leaves(abstract_params(program.config.model)[stack]) if w.ndim > 2}
+    if dtype == "bfloat16":
+        weights -= {(24, 10)}  # the router's fp32 copy of its own weight, which is small
+    kept = kept_shapes(program, stack)
+    assert kept and not weights & set(kept)
+    if recompute == "block":
+        assert kept == [(3, 16, 24)]  # the input of a block, nothing else
