@@ -163,12 +163,11 @@ def import_score_bias(model: c.ModelConfig, buffers: Tensors) -> np.ndarray | No
     if model.moe.router.score_bias != c.ScoreBias.none:
         layers = range(model.n_dense_layers, model.n_layers)
         names = [f"blocks.{layer}.routed_experts_router.score_bias" for layer in layers]
-    for wrong, what in (
-        (set(names) - set(buffers), "lacks"),
-        (set(buffers) - set(names), "has, and the model has not,"),
-    ):
-        if wrong:
-            raise UserError(f"The Olmo-core checkpoint {what} the buffer {min(wrong)}.")
+    missing, left = set(names) - set(buffers), set(buffers) - set(names)
+    if missing:
+        raise UserError(f"The Olmo-core checkpoint has no buffer {min(missing)}, which this model needs.")
+    if left:
+        raise UserError(f"The Olmo-core checkpoint has a buffer that this model has no place for, {min(left)}.")
     rows = [np.asarray(buffers[name], np.float32) for name in names]
     for name, row in zip(names, rows, strict=True):
         if row.shape != (model.moe.num_experts,):
