@@ -229,7 +229,9 @@ class TrainProgram:
     # --- the beginning ---------------------------------------------------------------------------------------------
 
     def _fresh(self, key: Array) -> TrainState:
-        return self._with_params(init_params(self.config.model, key))
+        # the barrier keeps the draws out of the loops that put layers in their places: fused with those, a value could
+        # differ in its last bit from the one drawn on another mesh
+        return self._with_params(lax.optimization_barrier(init_params(self.config.model, key)))
 
     def _zero_score_bias(self) -> Array | None:
         model = self.config.model
