@@ -8,13 +8,14 @@ winner.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from moejax.config import Config, Recompute, Region, RegionsConfig, ScheduleName, Stash
+from moejax.config import Config, PipelineConfig, Recompute, Region, RegionsConfig, ScheduleName, Stash
 from moejax.errors import UserError
 from moejax.hardware.gpus import Gpu
 from moejax.mesh import MeshShape
@@ -60,18 +61,31 @@ ALONE = (  # without stages there is nothing between a forward and its backward
 class Candidate:
     """One layout. time is None if it does not fit. compiled: its plan from the compiler, if that was made."""
 
-    setup: Setup
+    config: Config
+    shape: MeshShape
+    gpu: Gpu
+    config_file: str
     keeping: str
+    transport: str
+    sequences: int
     memory: report.Memory
     time: report.Time | None
     reason: str = ""
     compiled: report.Plan | None = None
 
+    @functools.cached_property
+    def setup(self) -> Setup:
+        return make_setup(self.config, self.shape, self.gpu, self.config_file)
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        return self.config.parallel.pipeline
+
     @property
     def missing(self) -> int:
         """Bytes too many, 0 if it fits; by the compiler where it was asked."""
         peak = self.memory.peak_bytes if self.compiled is None else self.compiled.memory.peak_bytes
-        return max(0, peak - self.setup.gpu.usable_bytes)
+        return max(0, peak - self.gpu.usable_bytes)
 
 
 def meshes(config: Config, devices: int) -> Iterator[MeshShape]:
@@ -121,12 +135,58 @@ def candidates(
             if mesh_problem(layout, shape) is not None:
                 continue
             try:
-                setup = make_setup(layout, shape, gpu, config_file)
-            except UserError:  # no transport can carry it, or more stages than layers
+                small = make_setup(_with_microbatches(layout, _few(layout, shape)[-1]), shape, gpu, config_file)
+            except UserError:  # no transport can carry it
                 continue
-            memory = quick_memory(setup)
+            memory = quick_memory(small)
             fits = memory.peak_bytes <= gpu.usable_bytes
-            yield Candidate(setup, keeping.name, memory, estimate(setup, attained) if fits else None)
+            time = _project(layout, shape, gpu, attained) if fits else None
+            name = small.choice.transport.name
+            yield Candidate(layout, shape, gpu, config_file, keeping.name, name, small.sequences, memory, time)
+
+
+def _few(config: Config, shape: MeshShape) -> tuple[int, ...]:
+    """Numbers of microbatches to reckon with: the config's own, or two that are past the beginning of the pipeline."""
+    whole = config.parallel.pipeline.microbatches
+    return (4 * shape.pp, 6 * shape.pp) if whole > 6 * shape.pp else (whole,)
+
+
+def _with_microbatches(config: Config, microbatches: int) -> Config:
+    """The same microbatches, another number of them in the batch."""
+    pipe = config.parallel.pipeline
+    batch = config.train.batch_tokens // pipe.microbatches * microbatches
+    parallel = dataclasses.replace(config.parallel, pipeline=dataclasses.replace(pipe, microbatches=microbatches))
+    return dataclasses.replace(config, parallel=parallel, train=dataclasses.replace(config.train, batch_tokens=batch))
+
+
+def _project(config: Config, shape: MeshShape, gpu: Gpu, attained: dict[str, float] | None) -> report.Time:
+    """The time of a step from those of fewer microbatches: past the beginning each one adds the same."""
+    few = _few(config, shape)
+    times = [estimate(make_setup(_with_microbatches(config, n), shape, gpu), attained) for n in few]
+    if len(few) == 1:
+        return times[0]
+    further = (config.parallel.pipeline.microbatches - few[1]) / (few[1] - few[0])
+    before = {(term.name, term.resource): term.seconds for term in times[0].terms}
+
+    def on(term: report.TimeTerm) -> report.TimeTerm:
+        more = term.seconds - before.get((term.name, term.resource), 0.0)
+        return dataclasses.replace(term, seconds=term.seconds + further * more)
+
+    terms = [on(term) for term in times[1].terms]
+    step = sum(term.seconds for term in terms)
+    rate = config.train.batch_tokens / step
+    faster = rate / times[1].tokens_per_second
+    idle = [time.bubble * time.step_seconds for time in times]
+    return dataclasses.replace(
+        times[1],
+        step_seconds=step,
+        tokens_per_second=rate,
+        tokens_per_second_per_gpu=rate / shape.devices,
+        model_tflops_per_gpu=times[1].model_tflops_per_gpu * faster,
+        mfu=times[1].mfu * faster,
+        bubble=(idle[1] + further * (idle[1] - idle[0])) / step,
+        terms=terms,
+    )
 
 
 def search(
@@ -137,20 +197,21 @@ def search(
     tried = 0
     for one in candidates(config, gpu, devices, config_file, attained):
         tried += 1
-        there = best.get(one.setup.shape)
+        there = best.get(one.shape)
         if there is None or _rank(one) < _rank(there):
-            best[one.setup.shape] = one
+            best[one.shape] = one
     ranked = sorted(best.values(), key=_rank)
     if not ranked:
         raise UserError(
-            f"No mesh of {devices} GPUs can take a batch of train.batch_tokens={config.train.batch_tokens} in sequences "
-            f"of {config.data.sequence_length} and {config.model.moe.num_experts} experts; change one of them, or --gpus."
+            f"No mesh of {devices} GPUs can share out {config.model.moe.num_experts} experts and batches of "
+            f"train.batch_tokens={config.train.batch_tokens} in sequences of {config.data.sequence_length}; change one "
+            "of them, or --gpus."
         )
     if ranked[0].time is None:
         closest = ranked[0]
         raise UserError(
             f"The model does not fit on {devices} {gpu.name} in any of {tried} layouts tried: the closest, "
-            f"{closest.setup.shape} with {closest.keeping} kept, needs {closest.memory.peak_bytes / GB:,.1f} GB of "
+            f"{closest.shape} with {closest.keeping} kept, needs {closest.memory.peak_bytes / GB:,.1f} GB of "
             f"{gpu.usable_bytes / GB:,.1f} usable, {closest.missing / GB:,.1f} GB too much on each GPU; "
             + _smallest_sentence(smallest_gpus(config, gpu, devices))
         )
@@ -205,8 +266,8 @@ def settle(
     fitting = [one for one in ranked if one.compiled is not None and not one.missing]
     if not fitting:
         raise UserError(
-            f"The best {most} layouts fit by formulas and not as compiled, by {ranked[0].missing / GB:,.1f} GB and more; "
-            "compile more of them with --compile N."
+            f"The best {most} layouts fit by formulas and not as compiled, the first by {ranked[0].missing / GB:,.1f} "
+            "GB; compile more of them with --compile N."
         )
     winner = fitting[0]
     winner.reason = ""
@@ -220,13 +281,13 @@ def rows(ranked: list[Candidate]) -> list[dict[str, Any]]:
     """For `--json`: the layouts in order."""
     return [
         {
-            "mesh": str(one.setup.shape),
-            "schedule": one.setup.schedule.name,
-            "chunks": one.setup.schedule.chunks,
-            "microbatches": one.setup.schedule.microbatches,
-            "sequences": one.setup.sequences,
+            "mesh": str(one.shape),
+            "schedule": one.pipeline.schedule.value,
+            "chunks": one.pipeline.chunks or 1,
+            "microbatches": one.pipeline.microbatches,
+            "sequences": one.sequences,
             "kept": one.keeping,
-            "transport": one.setup.choice.transport.name,
+            "transport": one.transport,
             "peak_bytes": one.memory.peak_bytes,
             "compiled_peak_bytes": None if one.compiled is None else one.compiled.memory.peak_bytes,
             "step_seconds": None if one.time is None else one.time.step_seconds,
@@ -241,15 +302,15 @@ def rows(ranked: list[Candidate]) -> list[dict[str, Any]]:
 
 def overrides(one: Candidate) -> str:
     """What to add to the command line to train so."""
-    parallel, pipe = one.setup.config.parallel, one.setup.config.parallel.pipeline
+    parallel, pipe = one.config.parallel, one.pipeline
     parts = [
-        f"--mesh {one.setup.shape}",
+        f"--mesh {one.shape}",
         f"parallel.pipeline.schedule={pipe.schedule}",
         f"parallel.pipeline.microbatches={pipe.microbatches}",
         f"parallel.pipeline.stash={pipe.stash}",
         f"parallel.recompute={parallel.recompute}",
     ]
-    if one.setup.recompute == Recompute.named:
+    if parallel.recompute == Recompute.named:
         parts += [
             f"parallel.regions.{f.name}={getattr(parallel.regions, f.name)}" for f in dataclasses.fields(RegionsConfig)
         ]
@@ -266,9 +327,9 @@ def table(ranked: list[Candidate], most: int = 12) -> Table:
         if one.compiled is not None:
             peak += f" (compiled {one.compiled.memory.peak_bytes / GB:,.1f})"
         result.add_row(
-            str(one.setup.shape),
-            one.setup.schedule.name if one.setup.shape.pp > 1 else "",
-            f"{one.setup.sequences} x {one.setup.schedule.microbatches}",
+            str(one.shape),
+            one.pipeline.schedule.value if one.shape.pp > 1 else "",
+            f"{one.sequences} x {one.pipeline.microbatches}",
             one.keeping,
             peak,
             f"{one.time.step_seconds:,.2f}" if one.time else "",

@@ -6,13 +6,25 @@ Everything here is what `TrainProgram` decides, by the same functions, without a
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from moejax import accounting
-from moejax.config import AttentionImplementation, Config, Dtype, PipelineEnds, Recompute, Region, RegionsConfig, Stash
+from moejax.config import (
+    AttentionImplementation,
+    Config,
+    Dtype,
+    ParallelConfig,
+    PipelineConfig,
+    PipelineEnds,
+    Recompute,
+    Region,
+    RegionsConfig,
+    Stash,
+)
 from moejax.errors import UserError
 from moejax.hardware.gpus import Gpu
 from moejax.mesh import MeshShape, check_fit
@@ -88,7 +100,7 @@ def make_setup(config: Config, shape: MeshShape, gpu: Gpu, config_file: str = ""
     """Raises UserError if the config does not fit the mesh, as training would."""
     check_fit(config, shape)
     pipe, model = config.parallel.pipeline, config.model
-    schedule = choose_schedule(config, shape.pp, pipe.microbatches)
+    schedule = _schedule(config.parallel.pipeline, shape.pp)
     ends_apart = pipe.ends == PipelineEnds.sharded and shape.pp > 1
     keep_inputs = pipe.stash == Stash.inputs or schedule.virtual_stages == 1
     sequences = config.train.batch_tokens // config.data.sequence_length // pipe.microbatches // shape.data_shards
@@ -101,13 +113,31 @@ def make_setup(config: Config, shape: MeshShape, gpu: Gpu, config_file: str = ""
         gpu=gpu,
         schedule=schedule,
         layout=make_layout(model.n_layers, model.n_dense_layers, schedule, ends_apart),
-        wiring=wire(schedule, keep_inputs, ends_apart),
+        wiring=_wire(schedule, keep_inputs, ends_apart),
         choice=choice,
         ends_apart=ends_apart,
         sequences=sequences,
         tokens=tokens,
         rows=choice.transport.buffer_rows(tokens, model.moe.top_k, model.moe.num_experts),
     )
+
+
+# A search asks for the same tables again and again; a schedule is equal to itself alone, so it can be a key.
+_wire = functools.lru_cache(maxsize=256)(wire)
+
+
+def _schedule(pipe: PipelineConfig, stages: int) -> Schedule:
+    asked = dataclasses.replace(PipelineConfig(), **{name: getattr(pipe, name) for name in ASKED})
+    return _chosen(asked, stages)
+
+
+ASKED = ("schedule", "table", "chunks", "microbatches")  # what a schedule follows from
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(pipe: PipelineConfig, stages: int) -> Schedule:
+    config = Config(parallel=ParallelConfig(pipeline=pipe))
+    return choose_schedule(config, stages, pipe.microbatches)
 
 
 def check_gpus(shape: MeshShape, gpus: int | None, nodes: int | None, gpu: Gpu) -> None:
