@@ -68,9 +68,11 @@ def page(browser, file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schedules_are_those_of_the_executor(page, name):
-    chunks = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
-    for stages, microbatches in ((2, 5), (4, 4), (4, 9), (8, 3)):
-        table = page.evaluate("([n, s, m]) => makeSchedule(n, s, m).table", [name, stages, microbatches])
+    usual = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
+    more = 3 if name in ("gpipe", "interleaved_1f1b", "zero_bubble") else usual
+    for stages, microbatches, chunks in ((2, 5, usual), (4, 4, more), (4, 9, more), (8, 3, usual)):
+        sizes = [name, stages, microbatches, chunks]
+        table = page.evaluate("([n, s, m, c]) => makeSchedule(n, s, m, c).table", sizes)
         ours = make_schedule(name, stages, microbatches, chunks)
         theirs = [[(c["op"], c["m"], c["chunk"]) if c else (" ", -1, -1) for c in row] for row in table]
         cells = np.stack([ours.op, ours.microbatch, ours.chunk], axis=-1).tolist()

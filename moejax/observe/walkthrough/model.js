@@ -57,11 +57,17 @@ function perBlock(model) {
   };
 }
 
+// Chunks of layers on a stage: the plan's own for its own schedule, else what the schedule usually has.
+function chunksFor(report, choice) {
+  if (choice.pp === 1) return 1;
+  return choice.schedule === report.settings.schedule ? report.settings.chunks : chunksOf(choice.schedule);
+}
+
 function whyNot(report, choice) {
   const m = report.model, devices = choice.dp * choice.ep * choice.pp;
   const sequences = report.settings.batch_tokens / m.sequence_length;
   if (m.num_experts % choice.ep) return `ep=${choice.ep} does not divide the ${m.num_experts} experts.`;
-  const virtual = choice.pp * (choice.pp === 1 ? 1 : chunksOf(choice.schedule));
+  const virtual = choice.pp * chunksFor(report, choice);
   if (virtual > m.n_layers) return `${virtual} virtual stages are more than the ${m.n_layers} layers.`;
   if (sequences % (choice.microbatches * choice.dp * choice.ep))
     return `The ${sequences} sequences of a step do not divide into ${choice.microbatches} microbatches over dp·ep=` +
@@ -121,12 +127,13 @@ function compute(report, choice, own = true) {
   const problem = whyNot(report, choice);
   if (problem) return { problem };
   const m = report.model, s = report.settings;
-  const schedule = makeSchedule(choice.schedule, choice.pp, choice.microbatches);
+  const schedule = makeSchedule(choice.schedule, choice.pp, choice.microbatches, chunksFor(report, choice));
   const layout = stagesOf(m, schedule), block = perBlock(m);
   const shards = choice.dp * choice.ep, devices = shards * choice.pp;
   const tokens = s.batch_tokens / choice.microbatches / shards;
   const item = BYTES[s.compute_dtype], param = BYTES[s.params_dtype];
   const ends = s.ends === "sharded" && choice.pp > 1;
+  if (ends) for (const stage of layout.stages) stage.embedding = stage.head = true;
   const keepInputs = s.stash === "inputs" || schedule.virtual === 1;
 
   const table = block.ends - m.d_model * (m.end_norms ?? 2);
@@ -178,7 +185,7 @@ function compute(report, choice, own = true) {
 // What the scaled categories were made of on the plan's own mesh.
 function baselineOf(report) {
   const s = report.settings;
-  const schedule = makeSchedule(s.schedule, s.pp, s.microbatches);
+  const schedule = makeSchedule(s.schedule, s.pp, s.microbatches, s.chunks);
   const keepInputs = s.stash === "inputs" || schedule.virtual === 1;
   const layout = stagesOf(report.model, schedule);
   const slots = (what) => Math.max(1, ...peaks(schedule, what, keepInputs));

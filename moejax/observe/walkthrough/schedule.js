@@ -12,19 +12,21 @@ function chunksOf(name) {
   return name === "interleaved_1f1b" || name === "zero_bubble_v" ? 2 : 1;
 }
 
-function makeSchedule(name, stages, microbatches) {
-  if (stages === 1) name = "1f1b";
-  const chunks = chunksOf(name);
+function makeSchedule(name, stages, microbatches, chunks = chunksOf(name)) {
+  if (stages === 1) [name, chunks] = ["1f1b", 1];
+  const groups = groupsOf(stages, microbatches);
   let table;
   if (name === "1f1b") table = oneForwardOneBackward(stages, microbatches);
   else if (name === "gpipe") table = phased(stages, microbatches, chunks, [microbatches], true);
-  else if (name === "zero_bubble") table = splitBackward(oneForwardOneBackward(stages, microbatches), microbatches);
+  else if (name === "zero_bubble")
+    table = splitBackward(chunks === 1 ? oneForwardOneBackward(stages, microbatches)
+      : phased(stages, microbatches, chunks, groups, false), microbatches * chunks);
   else if (name === "zero_bubble_v") {
     const tables = [true, false].map((first) => zeroBubbleV(stages, microbatches, first));
     const stash = (t) => Math.max(...peaks(asSchedule(name, stages, microbatches, 2, t), "inputs"));
     const [a, b] = tables;
     table = a.length < b.length || (a.length === b.length && stash(a) <= stash(b)) ? a : b;
-  } else table = phased(stages, microbatches, chunks, groupsOf(stages, microbatches), false);
+  } else table = phased(stages, microbatches, chunks, groups, false);
   return asSchedule(name, stages, microbatches, chunks, table);
 }
 
@@ -74,7 +76,7 @@ function phased(stages, microbatches, chunks, groups, flush) {
   return table.filter((row) => row.some((cell) => cell));
 }
 
-function splitBackward(base, microbatches) {
+function splitBackward(base, backwards) {
   const ticks = base.length, stages = base[0].length;
   const pending = blankTable(ticks, stages), filled = blankTable(ticks, stages);
   for (let s = 0; s < stages; s++) {
@@ -90,7 +92,7 @@ function splitBackward(base, microbatches) {
   for (let s = 0; s < stages; s++) {
     let least = Infinity;
     for (let t = ticks - 1; t >= 0; t--) {
-      least = Math.min(least, filled[t][s] ? pending[t][s] : microbatches);
+      least = Math.min(least, filled[t][s] ? pending[t][s] : backwards);
       room[t] = Math.min(room[t], pending[t][s], least);
     }
   }

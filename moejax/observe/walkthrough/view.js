@@ -19,7 +19,8 @@ const PHASES = ["At home", "Router", "Dispatch", "Experts", "Combine"];
 const state = { choice: null, made: null, device: 0, phase: 0, walk: null, timeline: null, drawn: null, timers: {} };
 
 function own() {
-  const s = REPORT.settings;
+  const s = REPORT.settings;  // a table of one's own has no name here: 1F1B stands for it
+  if (!SCHEDULES.includes(s.schedule)) [s.schedule, s.chunks] = ["1f1b", 1];
   return { dp: s.dp, ep: s.ep, pp: s.pp, schedule: s.schedule, microbatches: s.microbatches, routing: "balanced" };
 }
 
@@ -198,7 +199,7 @@ function showTimeline() {
   const { choice, made } = state, pp = choice.pp;
   const most = Math.max(2, Math.min(choice.microbatches, Math.max(8, 3 * pp), Math.ceil(400 / pp)));
   const part = Math.min(choice.microbatches, most);
-  state.drawn = part === choice.microbatches ? made.schedule : makeSchedule(choice.schedule, pp, part);
+  state.drawn = part === choice.microbatches ? made.schedule : makeSchedule(choice.schedule, pp, part, made.schedule.chunks);
   byId("timeline-lead").textContent = pp === 1
     ? "Without stages there is no pipeline: microbatches run one after the other and their gradients add up."
     : `${pp} stages, ${choice.microbatches} microbatches: ${(100 * made.bubble).toFixed(1)}% of the step stages wait (a backward ` +
