@@ -35,11 +35,6 @@ def prepare_environment() -> Path:
         flag = f"--xla_cpu_collective_call_{name}_seconds"
         if flag not in flags:
             flags = f"{flags} {flag}={seconds}"
-    # Most of the suite's time is LLVM's, on small programs that run once: its dear passes cost more than they save (a
-    # quarter of all processor time, 2026-11). Results stay within the tests' tolerances, and equal between meshes.
-    for flag in ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"):
-        if flag.split("=")[0] not in flags:
-            flags = f"{flags} {flag}"
     os.environ["XLA_FLAGS"] = flags.strip()
     # On CPU a cached program gives the same bits, aliasing and memory figures as a compiled one (compared 2026-11, both
     # JAX versions). A torn entry (killed process) fails its checksum: JAX warns and compiles.
@@ -55,6 +50,9 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
+# Small programs that run once: LLVM's dear passes cost more than they save. Not for child processes, whose programs are
+# those of users and of kernels for absent GPUs.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # An example that compiles takes seconds, so few of them, always the same ones, and no deadline.
 settings.register_profile(
