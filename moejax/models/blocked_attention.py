@@ -77,9 +77,7 @@ def _padded(x: Array, block: int) -> Array:
 
 def _queries(x: Float[Array, "B S N H"], kv_heads: int, block: int) -> Float[Array, "n B M G b H"]:
     batch, _, heads, width = x.shape
-    return (
-        _padded(x, block).reshape(batch, -1, block, kv_heads, heads // kv_heads, width).transpose(1, 0, 3, 4, 2, 5)
-    )
+    return _padded(x, block).reshape(batch, -1, block, kv_heads, heads // kv_heads, width).transpose(1, 0, 3, 4, 2, 5)
 
 
 def _keys(x: Float[Array, "B S M H"], block: int) -> Float[Array, "n B M b H"]:
