@@ -1,6 +1,6 @@
 """Attention without the S x S scores: blocks of queries against blocks of keys, the softmax kept up as they pass.
 
-    q_BSNH, k_BSMH, v_BSMH --for each pair of blocks: scores, running maximum and sum--> y_BSNH, and lse for the backward
+    q_BSNH, k_BSMH, v_BSMH --for each pair of blocks: scores, running maximum and sum--> y_BSNH, lse for the backward
     backward: scores of each pair again from q, k and lse --> dq, dk, dv
 
 FlashAttention (Dao et al. 2022, arXiv:2205.14135) in plain JAX: what is kept is y and one number for each query and
@@ -53,7 +53,7 @@ def blocked_attention(
 
 
 class _Blocks(NamedTuple):
-    """q: [n, B, M, G, b, H]. k, v: [n, B, M, b, H]. segments: [n, B, b]. One row for each of n blocks of b positions."""
+    """q: [n, B, M, G, b, H]. k, v: [n, B, M, b, H]. segments: [n, B, b]. A row for each of n blocks of b positions."""
 
     q: Array
     k: Array
