@@ -132,7 +132,8 @@ class AttentionConfig:
     )
     full_last: bool = option(True, "With a window pattern: full attention in the last layer all the same.")
     implementation: AttentionImplementation = option(
-        AttentionImplementation.auto, "Attention kernel: auto, xla, cudnn (GPU, bf16), or blocks (no S x S scores, any platform)."
+        AttentionImplementation.auto,
+        "Attention kernel: auto, xla, cudnn (GPU, bf16), or blocks (no S x S scores, any platform).",
     )
 
 

@@ -32,8 +32,11 @@ def missing() -> str | None:
 
 
 def absent_devices(gpu: str, count: int) -> list[Any]:
-    """Devices to compile for, as many to a host as share its links, as far as they go. Raises UserError when the compiler is not there, or
-    when the GPU's file (`hardware.gpus`) does not say what to compile for."""
+    """Devices to compile for, as many to a host as share its links, as far as they go.
+
+    Raises UserError when the compiler is not there, or when the GPU's file (`hardware.gpus`) does not say what to
+    compile for.
+    """
     figures, reason = read_gpu(gpu), missing()
     if figures.chip is None:
         raise UserError(f"The file of GPU {gpu!r} has no section `compile`; plan --quick needs none.")

@@ -1,6 +1,6 @@
 """Attention without the S x S scores: blocks of queries against blocks of keys, the softmax kept up as they pass.
 
-    q_BSNH, k_BSMH, v_BSMH --for each pair of blocks: scores, running maximum and sum--> y_BSNH, and lse for the backward
+    q_BSNH, k_BSMH, v_BSMH --for each pair of blocks: scores, running maximum and sum--> y_BSNH, lse for the backward
     backward: scores of each pair again from q, k and lse --> dq, dk, dv
 
 FlashAttention (Dao et al. 2022, arXiv:2205.14135) in plain JAX: what is kept is y and one number for each query and
@@ -53,7 +53,7 @@ def blocked_attention(
 
 
 class _Blocks(NamedTuple):
-    """q: [n, B, M, G, b, H]. k, v: [n, B, M, b, H]. segments: [n, B, b]. One row for each of n blocks of b positions."""
+    """q: [n, B, M, G, b, H]. k, v: [n, B, M, b, H]. segments: [n, B, b]. A row for each of n blocks of b positions."""
 
     q: Array
     k: Array
@@ -77,9 +77,7 @@ def _padded(x: Array, block: int) -> Array:
 
 def _queries(x: Float[Array, "B S N H"], kv_heads: int, block: int) -> Float[Array, "n B M G b H"]:
     batch, _, heads, width = x.shape
-    return (
-        _padded(x, block).reshape(batch, -1, block, kv_heads, heads // kv_heads, width).transpose(1, 0, 3, 4, 2, 5)
-    )
+    return _padded(x, block).reshape(batch, -1, block, kv_heads, heads // kv_heads, width).transpose(1, 0, 3, 4, 2, 5)
 
 
 def _keys(x: Float[Array, "B S M H"], block: int) -> Float[Array, "n B M b H"]:

@@ -1,6 +1,6 @@
 """The schedule that a config asks for: a table made by name, or read from a file, and checked.
 
-    parallel.pipeline, stages, microbatches --choose_schedule--> Schedule
+parallel.pipeline, stages, microbatches --choose_schedule--> Schedule
 """
 
 from moejax.config import Config

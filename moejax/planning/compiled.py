@@ -111,7 +111,7 @@ def compiled_collectives(setup: Setup, text: str) -> list[report.Collective]:
         axes = "+".join(one.axes)
         if not axes or not one.times:
             continue
-        key = (one.kind, axes, purpose(one.scope, axes))
+        key = (one.kind, axes, purpose(one.kind, one.scope, axes))
         rows[key] += one.bytes_per_step
         counts[key] += one.times
     return [
@@ -120,15 +120,18 @@ def compiled_collectives(setup: Setup, text: str) -> list[report.Collective]:
     ]
 
 
-def purpose(scope: str, axes: str) -> str:
+def purpose(kind: str, scope: str, axes: str) -> str:
+    """Which part of the step a collective serves, from its kind and name stack."""
     part = part_of(scope)
+    if kind in ("ragged-all-to-all", "all-to-all"):
+        return f"dispatch and combine, {'backward' if 'transpose' in scope else 'forward'}"
     if part == "optimizer":
-        return "weights and norms"
+        return "weights" if kind == "all-gather" else "gradient norm"
     if part == "gradient reduction":
         return "gradients"
-    if axes == "pp" and part not in ("head", "embedding"):
+    if kind == "collective-permute" and axes == "pp":
         return "between stages"
-    return part if part in ("dispatch", "router", "head", "embedding") else "statistics and counts"
+    return part if part in ("dispatch", "head", "embedding") else "statistics and counts"
 
 
 def branch_shares(setup: Setup) -> list[float]:

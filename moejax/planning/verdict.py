@@ -24,7 +24,10 @@ def judge(setup: Setup, memory: Memory) -> Verdict:
         sentence = (
             f"Does not fit: the peak is {peak} of {card} ({usable}); {-spare / GB:,.1f} GB too much. Largest: {size}."
         )
-    return Verdict(fits, sentence, spare, largest, advice(setup, memory, fits))
+    said = advice(setup, memory, fits)
+    if said and not fits:
+        sentence += f" First to change: {said[0]}."
+    return Verdict(fits, sentence, spare, largest, said)
 
 
 def advice(setup: Setup, memory: Memory, fits: bool) -> list[str]:

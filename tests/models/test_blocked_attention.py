@@ -19,9 +19,7 @@ def operands(length: int, heads: int = 4, kv_heads: int = 2, width: int = 8, bat
     return q, k, v, segments.at[:, -2:].set(-1)
 
 
-@pytest.mark.parametrize(
-    ("length", "block", "window"), [(24, 8, None), (21, 8, FULL_ATTENTION), (21, 4, 5), (7, 8, 3)]
-)
+@pytest.mark.parametrize(("length", "block", "window"), [(24, 8, None), (21, 8, FULL_ATTENTION), (21, 4, 5), (7, 8, 3)])
 def test_values_and_gradients_are_those_of_the_whole_softmax(length, block, window):
     q, k, v, segments = operands(length)
     reach = None if window is None else jnp.asarray(window, jnp.int32)

@@ -89,6 +89,7 @@ BF16 = ("precision.compute=bfloat16",)
 )
 def test_what_blocks_and_rings_hold_is_what_the_executor_makes(mesh, overrides, monkeypatch):
     setup = small_setup(mesh, *overrides)
+    monkeypatch.setattr("moejax.models.blocked_attention.SCORE_BYTES", 2048)  # two blocks, as a long sequence has many
     blocks, rings = traced(setup, monkeypatch)
     for name, block in blocks.items():
         kept = size(block.kept)

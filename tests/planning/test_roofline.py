@@ -38,7 +38,7 @@ def test_what_is_computed_again_costs_a_forward():
         forward = sum(times[Op.FORWARD, 0].values())
         rates[recompute] = sum(times[Op.BACKWARD, 0].values()) / forward
     assert rates["block"] - rates["none"] == pytest.approx(1, rel=1e-6)
-    assert 3 < rates["none"] < 3.6  # a forward, two gradients, and adding them up
+    assert 2.7 < rates["none"] < 3.3  # a forward, its two gradients without its exchanges, and adding them up
 
 
 def test_the_bubble_is_the_schedule_s():
