@@ -52,6 +52,7 @@ class AttentionImplementation(enum.StrEnum):
     auto = "auto"  # cuDNN flash attention where the platform is a GPU, XLA elsewhere
     xla = "xla"
     cudnn = "cudnn"
+    blocks = "blocks"  # flash attention in plain JAX: no S x S scores, on any platform
 
 
 # Values that are no Python names, so the functional form: ScheduleName("1f1b").
@@ -124,7 +125,8 @@ class AttentionConfig:
     )
     full_last: bool = option(True, "With a window pattern: full attention in the last layer all the same.")
     implementation: AttentionImplementation = option(
-        AttentionImplementation.auto, "Attention kernel: auto, xla, or cudnn (GPU, bf16)."
+        AttentionImplementation.auto,
+        "Attention kernel: auto, xla, cudnn (GPU, bf16), or blocks (no S x S scores, any platform).",
     )
 
 

@@ -31,11 +31,8 @@ from moejax.moe.statistics import RouterStatistics, reduce_over_devices
 from moejax.parallel import pipeline, sharding
 from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
 from moejax.parallel.optimizer import learning_rate, make_optimizer
-from moejax.parallel.schedule_check import check
-from moejax.parallel.schedule_csv import load_csv
-from moejax.parallel.schedule_makers import make_schedule
+from moejax.parallel.schedule_choice import choose_schedule
 from moejax.parallel.schedule_wiring import wire
-from moejax.parallel.schedules import Schedule
 from moejax.parallel.stage import Microbatch, StageProgram, Totals
 
 BATCH_SPEC = PartitionSpec(None, DATA_AXES)  # [microbatches, sequences, tokens]
@@ -84,29 +81,6 @@ class StepMetrics(NamedTuple):
     learning_rate: Array
     tokens: Array
     routing: RouterStatistics | None
-
-
-def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
-    """The table that `parallel.pipeline` asks for, checked; without stages one chunk in the order of 1F1B."""
-    pipe = config.parallel.pipeline
-    if pipe.table is not None:
-        schedule = load_csv(pipe.table)
-        asked = (("stages", stages, schedule.stages), ("microbatches", microbatches, schedule.microbatches))
-        for what, wanted, has in asked:
-            if wanted != has:
-                raise UserError(
-                    f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; "
-                    f"make a table for {wanted}."
-                )
-        return schedule
-    name, chunks = pipe.schedule.value, pipe.chunks
-    if chunks is None:
-        chunks = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
-    if stages == 1:
-        name, chunks = "1f1b", 1
-    schedule = make_schedule(name, stages, microbatches, chunks)
-    check(schedule)
-    return schedule
 
 
 class TrainProgram:
