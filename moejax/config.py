@@ -85,6 +85,13 @@ class Recompute(enum.StrEnum):
     named = "named"  # as block, but keep the regions that parallel.regions keeps
 
 
+class Strategy(enum.StrEnum):
+    """Which devices hold what."""
+
+    resident = "resident"  # experts stay on their devices and tokens travel; the rest is whole on every device
+    fsdp = "fsdp"  # every weight is cut over dp and ep and gathered layer by layer; tokens stay
+
+
 class Region(enum.StrEnum):
     keep = "keep"
     recompute = "recompute"
@@ -210,6 +217,10 @@ class RegionsConfig:
 class ParallelConfig:
     mesh: str = option(
         "dp=1", "Devices by axis, e.g. dp=2,ep=8,pp=4, any order, absent axes are 1; the product is the device count."
+    )
+    strategy: Strategy = option(
+        Strategy.resident,
+        "resident: experts stay, tokens travel; fsdp: all weights cut over dp and ep, gathered layer by layer (pp=1).",
     )
     experts: ExpertsConfig = option(ExpertsConfig(), "Expert parallelism.")
     pipeline: PipelineConfig = option(PipelineConfig(), "Pipeline parallelism and gradient accumulation.")
@@ -372,6 +383,12 @@ def validate(config: Config) -> Config:
         require(width is None or width > 0, f"{name}={width} must be greater than 0, or null for its default.")
     validate_moe(model.moe)
     validate_experts(config.parallel.experts)
+    transport = config.parallel.experts.transport
+    require(
+        config.parallel.strategy != Strategy.fsdp or transport in (Transport.auto, Transport.local),
+        f"parallel.experts.transport={transport} carries tokens to experts, and under parallel.strategy=fsdp every "
+        "device has all experts; set transport=auto, or strategy=resident.",
+    )
     for name, beta in zip(("first", "second"), config.optimizer.betas, strict=True):
         require(0 <= beta < 1, f"optimizer.betas: the {name}, {beta}, is not in [0, 1).")
     for name, seed in {"train.seed": config.train.seed, "data.seed": config.data.seed}.items():

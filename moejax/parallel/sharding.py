@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from moejax.mesh import AXES, MeshShape
 
 RULES = {"layers": "pp", "experts": "ep"}
+CUT_ALIKE = {"layers": "pp"}  # `parallel.strategy=fsdp`: experts are weights like others, see `parallel/fsdp.py`
 LARGE_BYTES = 256 * 2**20  # of a gradient; a copy of less is nothing to avoid
 SHARED_ENDS = RULES | {"vocab": "pp"}  # embedding and head cut over the stages by vocabulary
 
