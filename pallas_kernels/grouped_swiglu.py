@@ -5,8 +5,7 @@
 
 On a GPU with kernels one pass does it: a tile holds the columns of up and the columns of gate that belong to them, and
 what is stored is up * silu(gate); with a backward to come, up and gate as well. That saves the elementwise pass which
-would read 2F and write F values a row. Elsewhere it is the grouped product and that elementwise pass: folded into the
-tiles of the CPU loops it gained nothing (docs/kernels.md).
+would read 2F and write F values a row. Elsewhere it is the grouped product and that elementwise pass.
 
 up * silu(gate) is taken of values rounded to the operands' dtype, in fp32, and rounded once; so hidden rows computed
 again from what was kept are those of the forward to the bit, whichever road made them.
