@@ -38,6 +38,7 @@ from moejax.parallel.step import StepMetrics, TrainProgram
 from moejax.run_folder import RunFolder
 from moejax.signals import Agreement, Interruption, signal_name
 from moejax.step_report import StepReport, plain_metrics
+from pallas_kernels import describe_implementation
 
 
 class Text(NamedTuple):
@@ -287,6 +288,11 @@ class Trainer:
                 f"Experts: {c.model.moe.num_experts}, {c.model.moe.top_k} per token; transport "
                 f"{program.transport.name}, receive buffer {program.receive_buffer_rows():,} rows a device, "
                 f"overflow {c.parallel.experts.overflow.value}."
+            )
+            widths = (c.model.d_model, c.model.moe.hidden)
+            yield (
+                "Expert products: grouped GEMM "
+                f"{describe_implementation(device.platform, c.precision.compute.value, widths)}."
             )
             if program.shape.ep > 1:
                 yield program.choice.table()
