@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from moejax.mesh import AXES, MeshShape
@@ -74,6 +74,18 @@ def zero_layouts(
 ) -> PyTree[ZeroLayout]:
     """`zero_layout` of every weight; params give global shapes."""
     return jax.tree.map(lambda p, a: zero_layout(p.shape, a, mesh, rules), params, axes, is_leaf=is_axes)
+
+
+def spread(params: PyTree[Any], mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of weights that nobody computes with: cut over all devices of the mesh, each along
+    the largest dimension that divides over as many as possible. For conversions, whose models need not fit one."""
+    shape = MeshShape(**dict(mesh.shape))
+
+    def one(p: Any) -> jax.ShapeDtypeStruct:
+        spec = zero_layout(p.shape, ("",) * len(p.shape), shape).spec
+        return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, params)
 
 
 def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:

@@ -320,7 +320,7 @@ def _is_kept(names: tuple[str, ...], primitive: Any, *_: Any, **parameters: Any)
 
     What is chosen once is not chosen again: a second top-k, compiled into another fusion, could break a tie otherwise.
     """
-    return parameters.get("name") in names if primitive.name == "name" else primitive.name == "top_k"
+    return primitive.name == "name" and parameters.get("name") in (*names, "chosen")
 
 
 def _write(rings: list[Array], values: list[Array], slot: Array | int, layer: Array) -> list[Array]:

@@ -9,13 +9,13 @@ fitted to what the compiler allocates (docs/planner.md has the comparison).
 """
 
 from moejax.config import Recompute
-from moejax.models.head import LOGIT_BYTES
 from moejax.parallel.schedules import Op
 from moejax.planning.report import CATEGORIES, Memory
 from moejax.planning.setup import Setup
 from moejax.planning.weights import layer_weights, local_weights
 
 FP32 = 4
+LOGIT_BYTES = 128 * 2**20  # as in models/head.py, whose import would take longer than the plan
 
 
 def quick_memory(setup: Setup) -> Memory:

@@ -387,6 +387,10 @@ def with_smallest(setup: Setup, plan: report.Plan) -> report.Plan:
     """A plan that does not fit, with the number of GPUs that would do in its verdict."""
     count = smallest_gpus(setup.config, setup.gpu, above=0)
     others = "Another layout of as many GPUs" if count is not None and count <= setup.shape.devices else None
-    sentence = f"{others} would do: --search finds it." if others else _smallest_sentence(count).capitalize()
+    sentence = (
+        f"{others} would do: --search finds it."
+        if others
+        else _smallest_sentence(count)[:1].upper() + _smallest_sentence(count)[1:]
+    )
     verdict = dataclasses.replace(plan.verdict, sentence=f"{plan.verdict.sentence} {sentence}", smallest_gpus=count)
     return dataclasses.replace(plan, verdict=verdict)

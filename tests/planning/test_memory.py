@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.mesh import make_mesh
+from moejax.models import head
 from moejax.parallel import pipeline_ops
 from moejax.parallel.stage import StageProgram
 from moejax.parallel.step import TrainProgram
+from moejax.planning import memory
 from moejax.planning.compiled import branch_shares, state_bytes
 from moejax.planning.memory import block_keeps, quick_memory, resident, stash_bytes
 from moejax.planning.report import CATEGORIES
@@ -98,11 +100,15 @@ def test_what_blocks_and_rings_hold_is_what_the_executor_makes(mesh, overrides, 
     assert stash_bytes(setup) == pytest.approx(size(rings), rel=0.03, abs=3000)
 
 
+def test_the_head_s_budget_is_the_head_s():
+    assert memory.LOGIT_BYTES == head.LOGIT_BYTES
+
+
 def test_categories_are_whole_and_more_devices_hold_less():
     one, many = (quick_memory(small_setup(mesh)) for mesh in ("dp=1", "dp=2,ep=4"))
-    for memory in (one, many):
-        assert list(memory.categories) == list(CATEGORIES)
-        assert sum(memory.categories.values()) == pytest.approx(memory.total_bytes, rel=1e-3)
+    for found in (one, many):
+        assert list(found.categories) == list(CATEGORIES)
+        assert sum(found.categories.values()) == pytest.approx(found.total_bytes, rel=1e-3)
     assert all(many.categories[name] < one.categories[name] for name in ("weights", "master", "gradients"))
 
 

@@ -1,5 +1,6 @@
 """The search ranks what fits by time, says why each other lost, and finds how many GPUs would do."""
 
+import dataclasses
 import re
 
 import pytest
@@ -18,8 +19,18 @@ def config(name, *overrides):
     return config_io.load(str(CONFIGS / f"{name}.yaml"), list(overrides))
 
 
-def test_the_winner_is_the_fastest_that_fits_and_every_loser_has_a_reason():
-    found = search.search(config("tiny_64e", "train.batch_tokens=1048576"), H200, 8)
+@pytest.fixture
+def found(searched):
+    """The layouts of a small search, to be changed at will."""
+    return [dataclasses.replace(one) for one in searched]
+
+
+@pytest.fixture(scope="module")
+def searched():
+    return search.search(config("tiny_64e", "train.batch_tokens=1048576"), H200, 8)
+
+
+def test_the_winner_is_the_fastest_that_fits_and_every_loser_has_a_reason(found):
     assert len(found) >= 5
     fitting = [one for one in found if one.time is not None]
     times = [one.time.step_seconds for one in fitting]
@@ -33,8 +44,7 @@ def test_the_winner_is_the_fastest_that_fits_and_every_loser_has_a_reason():
     assert plan.verdict.fits and plan.settings.ep == found[0].shape.ep
 
 
-def test_what_the_compiler_finds_too_large_is_not_taken():
-    found = search.search(config("tiny_64e", "train.batch_tokens=1048576"), H200, 8)
+def test_what_the_compiler_finds_too_large_is_not_taken(found):
     first, second = found[0], found[1]
     asked = []
 
@@ -64,8 +74,7 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing_and_what_would_do():
     assert sizes == {count // 2: False, count: True}
 
 
-def test_the_layout_to_train_with_is_a_command_line():
-    found = search.search(config("tiny_64e", "train.batch_tokens=1048576"), H200, 8)
+def test_the_layout_to_train_with_is_a_command_line(found):
     for one in found[:3]:
         flag, mesh, *overrides = search.overrides(one).split()
         assert flag == "--mesh" and parse_mesh(mesh) == one.shape
