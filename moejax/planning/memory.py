@@ -8,7 +8,7 @@ products, exchanges and loops that depend on its input. Temporaries are those of
 fitted to what the compiler allocates (docs/planner.md has the comparison).
 """
 
-from moejax.config import Recompute
+from moejax.config import Overflow, Recompute
 from moejax.parallel.schedules import Op
 from moejax.planning.report import CATEGORIES, Memory
 from moejax.planning.setup import Setup
@@ -125,8 +125,12 @@ def temporary_bytes(setup: Setup) -> int:
     moe = setup.slots("moe_blocks") > 0
     weights = sum(layer_weights(setup, moe))
     again = _all_products(setup, moe) if setup.recompute != Recompute.none else 0
-    # cotangents of the first product and of what SwiGLU makes of it, and one layer's weight gradients
-    block = again + _hidden(setup, moe) * 2 + weights * setup.compute_bytes
+    # kernels read a layer's weights from a copy of their rows of the stack, and hand out its gradients before they are
+    # added up; further rounds of an exchange have gradients of their own
+    rounds = moe and setup.shape.ep > 1 and setup.config.parallel.experts.overflow == Overflow.exact
+    copies = 3 if rounds else 2
+    # and cotangents of the first product and of what SwiGLU makes of it
+    block = again + _hidden(setup, moe) * 2 + copies * weights * setup.compute_bytes
     model = setup.config.model
     head = 3 * LOGIT_BYTES + model.d_model * model.vocab_size * (FP32 + setup.compute_bytes)
     return max(block, head) + (Op.BACKWARD_WEIGHT in setup.schedule.op) * block
