@@ -11,7 +11,7 @@ fitted to what the compiler allocates (docs/planner.md has the comparison).
 from moejax.config import Overflow, Recompute
 from moejax.parallel.schedules import Op
 from moejax.planning.report import CATEGORIES, Memory
-from moejax.planning.setup import Setup
+from moejax.planning.setup import MX_BYTES, Setup
 from moejax.planning.weights import layer_weights, local_weights
 
 FP32 = 4
@@ -34,11 +34,18 @@ def resident(setup: Setup) -> dict[str, int]:
     master cannot be cut evenly."""
     local = local_weights(setup)
     return {
-        "weights": local.total * setup.param_bytes,
+        "weights": int(local.total * setup.param_bytes + _mxfp8_copies(setup)),
         "master": int(local.sharded * FP32),
         "moments": int(2 * local.sharded * FP32),
         "gradients": local.total * FP32,
     }
+
+
+def _mxfp8_copies(setup: Setup) -> float:
+    """Two quantised copies of the routed experts, in place of those in the compute dtype unless they are kept."""
+    if "experts" not in setup.mxfp8:
+        return 0.0
+    return local_weights(setup).experts.weights * (2 * MX_BYTES - (0 if setup.keeps_bf16 else setup.param_bytes))
 
 
 def activation(setup: Setup) -> int:
