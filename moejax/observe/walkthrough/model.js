@@ -152,7 +152,9 @@ function compute(report, choice, own = true) {
   let stash = (slots("activations") + slots("cotangents")) * activation;
   const exchange = exchangeOf(report, choice, tokens);
   const most = choice.ep * tokens * Math.min(m.top_k, m.num_experts / choice.ep);
-  const rows = choice.ep === 1 ? tokens * m.top_k : Math.min(Math.ceil(s.capacity_factor * tokens * m.top_k), most);
+  // buffers of overflow=exact are whole multiples of 8 rows (moe/layout.py)
+  const unit = s.capacity_rows % 8 ? 1 : 8, wanted = Math.min(Math.ceil(s.capacity_factor * tokens * m.top_k), most);
+  const rows = choice.ep === 1 ? tokens * m.top_k : Math.ceil(wanted / unit) * unit;
   const moeHere = m.n_layers > m.n_dense_layers;
   const dispatch = moeHere ? 2 * (rows + tokens * m.top_k) * m.d_model * item : 0;
 
