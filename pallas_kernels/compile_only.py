@@ -264,12 +264,11 @@ def _compile_layer(
     from pallas_kernels.grouped_swiglu import grouped_mlp
 
     def loss(x, up_gate, down, sizes):
-        return jnp.sum(grouped_mlp(x, up_gate, down, sizes, implementation=implementation).astype(jnp.float32) ** 2)[
-            None
-        ]
+        y = grouped_mlp(x, up_gate, down, sizes, implementation=implementation)
+        return jnp.sum(y.astype(jnp.float32) ** 2)[None]
 
     def layer(x, up_gate, down, sizes):
-        value, pullback = jax.vjp(lambda *operands: loss(*operands, sizes), x, up_gate, down)
+        value, pullback = jax.vjp(lambda x, up_gate, down: loss(x, up_gate, down, sizes), x, up_gate, down)
         return value, pullback(jnp.ones_like(value))
 
     into, out_of = (experts, width, 2 * hidden), (experts, hidden, width)
