@@ -172,14 +172,13 @@ def absent_devices(chip: str, count: int) -> list[Any]:
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_target_config(chip), topology=f"1x1x{count}"
+        platform="cuda", target_config=target_config(CHIPS[chip], f"NVIDIA {chip.upper()}"), topology=f"1x1x{count}"
     )
     return topology.devices
 
 
-def _target_config(chip: str) -> str:
-    """XLA's GpuTargetConfigProto, as text. The device's name decides what Pallas compiles for."""
-    own = CHIPS[chip]
+def target_config(own: Chip, name: str) -> str:
+    """XLA's GpuTargetConfigProto, as text. The device's name, e.g. "NVIDIA H200", decides what Pallas compiles for."""
     major, minor = own.capability
     return f"""
 gpu_device_info {{
@@ -194,7 +193,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {chip.upper()}"
+device_description_str: "{name}"
 """
 
 

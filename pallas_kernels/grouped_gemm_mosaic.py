@@ -7,6 +7,7 @@ The device is asked for when a program is traced: the mesh in context says it, a
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -101,7 +102,15 @@ def kernel(product: str, chip: Target | None = None, depth: int = 0, width: int 
     if depth:
         tiles = tile_table.tiles_for(tile_table.chip_of(chip.kind), product, depth, width, tiles)
     function = getattr(module, f"{name}_{chip.architecture}")
-    return functools.partial(function, num_sms=chip.num_sms, tiles=tiles, **options)
+    return functools.partial(_lowered_once(function), num_sms=chip.num_sms, tiles=tiles, **options)
+
+
+@functools.cache
+def _lowered_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Jitted, so that a program lowers each kernel once for each shape, not at each of its calls: a lowering takes
+    2.5 s of processor time, and a step without stages has 14 calls (2026-11)."""
+    settings = [name for name, p in inspect.signature(kernel).parameters.items() if p.kind == p.KEYWORD_ONLY]
+    return jax.jit(kernel, static_argnames=settings)
 
 
 def _require(dtype: jnp.dtype, *widths: int) -> Target:
