@@ -13,7 +13,7 @@ Loops count with their trip counts. See `hlo.walk` for loops and branches that o
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,10 +56,7 @@ class Collective(NamedTuple):
 
 
 def read(
-    text: str,
-    mesh: Mapping[str, int],
-    unknown_trips: float = 0.0,
-    shares: Callable[[hlo.Instruction], Sequence[float] | None] = lambda _: None,
+    text: str, mesh: Mapping[str, int], unknown_trips: float = 0.0, shares: hlo.Shares = lambda _: None
 ) -> list[Collective]:
     """Every collective that a step runs, in the order of the text.
 

@@ -117,18 +117,28 @@ def trip_count(instruction: Instruction) -> int | None:
 
 
 def branches(instruction: Instruction) -> list[str]:
-    """Computations of a conditional, in the order of its index (true before false)."""
+    """Computations of a conditional, in the order of its index (false before true)."""
     listed = attribute(instruction.rest, "branch_computations")
     if listed is not None:
         return re.findall(r"%?([\w.\-]+)", listed)
-    pair = [attribute(instruction.rest, name) for name in ("true_computation", "false_computation")]
+    pair = [attribute(instruction.rest, name) for name in ("false_computation", "true_computation")]
     return [name.lstrip("%") for name in pair if name]
 
 
+Shares = Callable[[Instruction], Sequence[float] | None]
+
+
+def switch_shares(shares: Sequence[float]) -> Shares:
+    """For `walk`: a switch with this many branches takes them by these shares, as the pipeline's executor does.
+
+    Known by its number of branches alone: names of scopes are no part of what JAX's compilation cache goes by, so a
+    cached program may carry those of an older source.
+    """
+    return lambda conditional: shares if len(branches(conditional)) == len(shares) else None
+
+
 def walk(
-    program: Program,
-    unknown_trips: float = 0.0,
-    shares: Callable[[Instruction], Sequence[float] | None] = lambda _: None,
+    program: Program, unknown_trips: float = 0.0, shares: Shares = lambda _: None
 ) -> Iterator[tuple[str, Instruction, float]]:
     """(computation, instruction, times a step runs it) of everything, callees included.
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from moejax.mesh import AXES, MeshShape
 
 RULES = {"layers": "pp", "experts": "ep"}
+CUT_ALIKE = {"layers": "pp"}  # `parallel.strategy=fsdp`: experts are weights like others, see `parallel/fsdp.py`
 LARGE_BYTES = 256 * 2**20  # of a gradient; a copy of less is nothing to avoid
 SHARED_ENDS = RULES | {"vocab": "pp"}  # embedding and head cut over the stages by vocabulary
 
@@ -77,6 +78,18 @@ def zero_layouts(
 ) -> PyTree[ZeroLayout]:
     """`zero_layout` of every weight; params give global shapes."""
     return jax.tree.map(lambda p, a: zero_layout(p.shape, a, mesh, rules), params, axes, is_leaf=is_axes)
+
+
+def spread(params: PyTree[Any], mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of weights that nobody computes with: cut over all devices of the mesh, each along
+    the largest dimension that divides over as many as possible. For conversions, whose models need not fit one."""
+    shape = MeshShape(**dict(mesh.shape))
+
+    def one(p: Any) -> jax.ShapeDtypeStruct:
+        spec = zero_layout(p.shape, ("",) * len(p.shape), shape).spec
+        return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, params)
 
 
 def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:

@@ -24,6 +24,7 @@ from moejax.config import (
     Region,
     RegionsConfig,
     Stash,
+    Strategy,
 )
 from moejax.errors import UserError
 from moejax.hardware.gpus import Gpu
@@ -113,6 +114,11 @@ class Setup:
 def make_setup(config: Config, shape: MeshShape, gpu: Gpu, config_file: str = "") -> Setup:
     """Raises UserError if the config does not fit the mesh, as training would."""
     check_fit(config, shape)
+    if config.parallel.strategy != Strategy.resident:
+        raise UserError(
+            f"The planner knows parallel.strategy=resident, not {config.parallel.strategy}; "
+            "`python -m moejax.bench strategies --gpu h200` compiles both and compares them."
+        )
     pipe, model = config.parallel.pipeline, config.model
     schedule = _schedule(config.parallel.pipeline, shape.pp)
     ends_apart = pipe.ends == PipelineEnds.sharded and shape.pp > 1
