@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# top_k: routing.
 # swiglu: gate and up in one pass, SwiGLU at the end; swiglu_kept: up and gate come out as well, for training.
-KERNELS = ("forward", "data_gradient", "weight_gradient", "swiglu", "swiglu_kept", "top_k")
+GROUPED_GEMM = ("forward", "data_gradient", "weight_gradient", "swiglu", "swiglu_kept")
+KERNELS = (*GROUPED_GEMM, "top_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,11 @@ INSTRUCTIONS = {
 
 class CannotCompile(RuntimeError):
     """The compiler for absent GPUs is missing, or it refused the kernel; the message says which and why."""
+
+
+def kernels_of(chip: str) -> tuple[str, ...]:
+    """All that a chip can run."""
+    return KERNELS if chip in CHIPS else ()
 
 
 def compile_row(
@@ -234,7 +239,8 @@ def _compile_kernel(
     if kernel == "top_k":
         from pallas_kernels.routing_mosaic import top_k_mosaic
 
-        return _compile(lambda logits, _: top_k_mosaic(logits, 4), chip, 1, [(rows, groups)], groups, "float32")
+        _compile(lambda logits, _: top_k_mosaic(logits, 4), chip, 1, [((rows, groups), "float32")], groups)
+        return
     architecture = architecture or CHIPS[chip].architecture
     module = importlib.import_module(f"pallas_kernels.grouped_gemm_{architecture}")
     tiles = module.WEIGHT_GRAD_TILES if kernel == "weight_gradient" else module.GEMM_TILES
@@ -264,12 +270,11 @@ def _compile_layer(
     from pallas_kernels.grouped_swiglu import grouped_mlp
 
     def loss(x, up_gate, down, sizes):
-        return jnp.sum(grouped_mlp(x, up_gate, down, sizes, implementation=implementation).astype(jnp.float32) ** 2)[
-            None
-        ]
+        y = grouped_mlp(x, up_gate, down, sizes, implementation=implementation)
+        return jnp.sum(y.astype(jnp.float32) ** 2)[None]
 
     def layer(x, up_gate, down, sizes):
-        value, pullback = jax.vjp(lambda *operands: loss(*operands, sizes), x, up_gate, down)
+        value, pullback = jax.vjp(lambda x, up_gate, down: loss(x, up_gate, down, sizes), x, up_gate, down)
         return value, pullback(jnp.ones_like(value))
 
     into, out_of = (experts, width, 2 * hidden), (experts, hidden, width)
@@ -280,24 +285,21 @@ def _compile_layer(
     print(json.dumps(report | {"mosaic_calls": len(calls)}))
 
 
-def _compile(
-    function: Callable[..., Any],
-    chip: str,
-    devices: int,
-    shapes: list[tuple[int, ...]],
-    groups: int,
-    dtype: str = "bfloat16",
-) -> Any:
-    """`function(*arrays of these shapes, int32[groups])`, all sharded over `devices` along their first axis."""
+def _compile(function: Callable[..., Any], chip: str, devices: int, shapes: list[Any], groups: int) -> Any:
+    """`function(*bfloat16 of these shapes, int32[groups])`, all sharded over `devices` along their first axis.
+
+    shapes: or (shape, dtype) where it is another than bfloat16.
+    """
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(absent_devices(chip, devices), ("ep",))
     sharded = PartitionSpec("ep")
-    described = [(shape, jnp.dtype(dtype)) for shape in shapes] + [((groups,), jnp.int32)]
+    typed = [shape if isinstance(shape[0], tuple) else (shape, jnp.bfloat16) for shape in shapes]
+    typed.append(((groups,), jnp.int32))
     own = NamedSharding(mesh, sharded)
-    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=own) for shape, dtype in described]
+    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=own) for shape, dtype in typed]
     program = jax.shard_map(function, mesh=mesh, in_specs=sharded, out_specs=sharded, check_vma=False)
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
         return jax.jit(program).lower(*operands).compile()
@@ -312,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         for chip in [arguments.chip] if arguments.chip else ["h200", "b200", "b300"]:
-            for row in compile_rows([arguments.kernel] if arguments.kernel else KERNELS, chip):
+            for row in compile_rows([arguments.kernel] if arguments.kernel else kernels_of(chip), chip):
                 print(json.dumps(row), flush=True)
     except CannotCompile as error:
         print(error, file=sys.stderr)

@@ -65,8 +65,9 @@ def top_k_reference(logits_TE: ArrayLike, k: int) -> TopK:
     """`top_k` in float64 numpy."""
     logits = np.asarray(logits_TE, np.float64)
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
-    highest = logits.max(axis=1)
-    lse = highest + np.log(np.exp(logits - highest[:, None]).sum(axis=1))
+    highest = np.maximum(logits.max(axis=1), np.finfo(np.float64).min)
+    with np.errstate(divide="ignore"):
+        lse = highest + np.log(np.exp(logits - highest[:, None]).sum(axis=1))
     counts = np.bincount(ids.ravel(), minlength=logits.shape[1]).astype(np.int32)
     return TopK(np.take_along_axis(logits, ids, axis=1), ids, lse, counts)  # type: ignore[arg-type]
 

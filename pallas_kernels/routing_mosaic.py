@@ -54,7 +54,7 @@ def top_k_mosaic(logits_TE: Array, k: int, *, interpret: Any = None) -> tuple[Ar
         def across(row: Array) -> Array:
             return lax.broadcast_in_dim(row, x.shape, [0])
 
-        highest = jnp.max(x, axis=1)
+        highest = jnp.maximum(jnp.max(x, axis=1), jnp.finfo(jnp.float32).min)  # finite, for rows of -inf
         lse_smem[...] = highest + jnp.log(jnp.sum(jnp.exp(x - across(highest)), axis=1))
 
         column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)

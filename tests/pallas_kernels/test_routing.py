@@ -18,10 +18,11 @@ T, E, K = 72, 16, 4  # a block of 64 tokens and a rest
 
 
 def logits(seed: int) -> np.ndarray:
-    """Random rows, and rows that are hard: all equal, fewer finite ones than K, none positive, ties in halves."""
+    """Random rows, and hard ones: all equal, fewer finite ones than K, none finite, none positive, ties in halves."""
     x = np.random.default_rng(seed).standard_normal((T, E)).astype(np.float32)
     x[0], x[1], x[2] = 0.0, -np.inf, -np.abs(x[2])
     x[1, [9, 3]] = 1.0, -2.0
+    x[3] = -np.inf
     x[65] = np.round(x[65])
     return x
 
