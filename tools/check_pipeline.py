@@ -3,8 +3,8 @@
     loss and gradients of one batch on dp=2,ep=2,pp=P  --compare with one device, fp32-->  worst relative error a case
 
 The tests run a cover of this product (tests/mesh/test_pipeline.py), since most of its cost is compiling; this runs all
-of it, an hour of processor time for 54 cases, and ends with exit code 1 if one is off by more than 2e-5. The error is
-the largest relative L2 error of a weight's gradient, and that of the loss. A FILE that is there is gone on with.
+54 cases, and ends with exit code 1 if one is off by more than 2e-5. The error is the largest relative L2 error of a
+weight's gradient, and that of the loss. A FILE that is there is gone on with.
 """
 
 import argparse
