@@ -81,6 +81,7 @@ class PipelineEnds(enum.StrEnum):
 
 class Recompute(enum.StrEnum):
     none = "none"  # keep every residual of the microbatch in backward
+    full = "full"  # keep the stage's input, and in its backward about sqrt(n) block inputs: parallel/segments.py
     block = "block"  # keep block inputs and the experts chosen, run each block's forward again in its backward
     named = "named"  # as block, but keep the regions that parallel.regions keeps
 
@@ -233,7 +234,7 @@ class ParallelConfig:
     experts: ExpertsConfig = option(ExpertsConfig(), "Expert parallelism.")
     pipeline: PipelineConfig = option(PipelineConfig(), "Pipeline parallelism and gradient accumulation.")
     recompute: Recompute = option(
-        Recompute.none, "What a block's backward computes again instead of keeping: none, block or named."
+        Recompute.none, "What the backward computes again instead of keeping: none, full, block or named."
     )
     regions: RegionsConfig = option(RegionsConfig(), "What named keeps.")
 
@@ -440,7 +441,7 @@ def validate(config: Config) -> Config:
         "set recompute=none, or stash=named.",
     )
     require(
-        pipe.stash != Stash.named or recompute != Recompute.block,
+        pipe.stash != Stash.named or recompute not in (Recompute.block, Recompute.full),
         f"parallel.pipeline.stash=named keeps what parallel.regions says, and parallel.recompute={recompute} nothing; "
         "set recompute=named.",
     )

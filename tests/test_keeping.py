@@ -60,6 +60,7 @@ def test_the_newest_the_regular_and_the_best_are_kept(tmp_path):
         assert record["metrics"] == {"loss": losses[step], "held_out_loss": None}
 
 
+@pytest.mark.slow
 def test_best_by_held_out_loss_needs_an_evaluation_at_every_save(tmp_path):
     arguments = run_arguments(tmp_path, "train.steps=3", "checkpoint.every=1", "checkpoint.best=held_out_loss")
     for evaluation in (("train.eval_every=0",), ("train.eval_every=2",), ("train.eval_batches=0",)):
@@ -74,7 +75,9 @@ def test_best_by_held_out_loss_needs_an_evaluation_at_every_save(tmp_path):
     assert found["held_out_loss"] == best["held_out_loss"]
 
 
-@pytest.mark.parametrize("victim", ["manifest.json", "record.json", "state"])
+@pytest.mark.parametrize(
+    "victim", ["state", *(pytest.param(name, marks=pytest.mark.slow) for name in ("manifest.json", "record.json"))]
+)
 def test_a_run_falls_back_when_asked_and_goes_on_as_it_did(copied, capfd, caplog, victim):
     before = what_was_learnt(folder_of(copied))
     newest = next((folder_of(copied) / "checkpoints").glob("step_00000004-*"))

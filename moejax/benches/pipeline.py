@@ -164,4 +164,6 @@ def recompute_flops_ratio(schedule: Schedule, config: Config) -> float:
         backward += 3.0 if split else 1.0
     if stash == Stash.named or recompute != Recompute.none:
         backward += 2.0 if split and stash == Stash.inputs else 1.0
+    if recompute == Recompute.full:
+        backward += 1.0
     return (forward + backward) / 3.0

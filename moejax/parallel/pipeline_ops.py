@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from moejax.config import Recompute
 from moejax.context import Context
 from moejax.models.transformer import Params
+from moejax.parallel import segments
 from moejax.parallel.block_program import BlockProgram
 from moejax.parallel.layout import StageKind
 from moejax.parallel.schedule_wiring import Wiring
@@ -244,12 +246,29 @@ def _again(
 
 
 def _backward_again(kind: StageKind, inside: Inside, carry: Carry, row: Row) -> tuple[Carry, Array]:
+    if inside.program.recompute == Recompute.full:
+        return _backward_in_segments(kind, inside, carry, row)
     here, context, place = inside.read(row)
     with jax.named_scope("backward"):
         y, stash, totals = _again(kind, inside, here, context, place, carry, row)
         carry = carry._replace(totals=totals)
         dy, gradients, totals = _cotangent(kind, inside, here, context, carry, row, y)
         dx, gradients = inside.program.pull(kind, inside.blocks, inside.params, context, place, stash, 0, dy, gradients)
+        dx, gradients = _ends_of_backward(kind, inside, here, dx, gradients)
+    return carry._replace(gradients=gradients, totals=totals), dx
+
+
+def _backward_in_segments(kind: StageKind, inside: Inside, carry: Carry, row: Row) -> tuple[Carry, Array]:
+    here, context, place = inside.read(row)
+
+    def cotangent(y: Array, totals: Totals) -> tuple[Array, Params, Totals]:
+        return _cotangent(kind, inside, here, context, carry._replace(totals=totals), row, y)
+
+    with jax.named_scope("backward"):
+        x = inside.input(kind, here, carry, row)
+        dx, gradients, totals = segments.backward(
+            inside.program, kind, inside.blocks, inside.params, x, context, place, carry.totals, cotangent
+        )
         dx, gradients = _ends_of_backward(kind, inside, here, dx, gradients)
     return carry._replace(gradients=gradients, totals=totals), dx
 

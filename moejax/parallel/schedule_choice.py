@@ -3,12 +3,12 @@
 parallel.pipeline, stages, microbatches --choose_schedule--> Schedule
 """
 
-from moejax.config import Config
+from moejax.config import Config, Recompute
 from moejax.errors import UserError
 from moejax.parallel.schedule_check import check
 from moejax.parallel.schedule_csv import load_csv
 from moejax.parallel.schedule_makers import make_schedule
-from moejax.parallel.schedules import Schedule
+from moejax.parallel.schedules import Op, Schedule
 
 
 def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
@@ -23,7 +23,7 @@ def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
                     f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; "
                     f"make a table for {wanted}."
                 )
-        return schedule
+        return _with_full_recompute(config, schedule)
     name, chunks = pipe.schedule.value, pipe.chunks
     if chunks is None:
         chunks = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
@@ -31,4 +31,13 @@ def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
         name, chunks = "1f1b", 1
     schedule = make_schedule(name, stages, microbatches, chunks)
     check(schedule)
+    return _with_full_recompute(config, schedule)
+
+
+def _with_full_recompute(config: Config, schedule: Schedule) -> Schedule:
+    if config.parallel.recompute == Recompute.full and (schedule.op == Op.BACKWARD_INPUT).any():
+        raise UserError(
+            f"parallel.recompute=full runs the backward of a stage in one piece, and {schedule.name} cuts it in two; "
+            "set recompute=block, or take 1f1b or interleaved_1f1b."
+        )
     return schedule

@@ -12,7 +12,7 @@ the size of all gradients, weights are never copied among the residuals, and not
 is kept of a block, and how its backward is cut in two, is `block_program`'s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -133,11 +133,18 @@ class StageProgram:
             made[name] = BlockProgram(self._block(name, context), weights, x, self._known(context, layer))
         return made
 
-    def empty_stash(self, blocks: dict[str, BlockProgram], slots: int, between: bool = False) -> Stash:
-        """Room for what blocks keep (or for what goes between the halves of their backwards), on any stage."""
+    def empty_stash(
+        self,
+        blocks: dict[str, BlockProgram],
+        slots: int,
+        between: bool = False,
+        kinds: Sequence[StageKind] | None = None,
+    ) -> Stash:
+        """Room for what blocks keep (or for what goes between the halves of their backwards). kinds: of the stages that
+        may use it; None for any stage of the model."""
         stash = {}
         for name, block in blocks.items():
-            layers = max(kind.n_dense if name == "dense_blocks" else kind.n_moe for kind in self.layout.kinds)
+            layers = max(k.n_dense if name == "dense_blocks" else k.n_moe for k in kinds or self.layout.kinds)
             shapes = block.split() if between else block.kept
             stash[name] = [jnp.zeros((slots, layers, *s.shape), s.dtype) for s in shapes]
         return stash

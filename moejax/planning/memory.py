@@ -9,7 +9,9 @@ fitted to what the compiler allocates (docs/planner.md has the comparison).
 """
 
 from moejax.config import Overflow, Recompute
+from moejax.parallel.layout import StageKind
 from moejax.parallel.schedules import Op
+from moejax.parallel.segments import segments
 from moejax.planning.report import CATEGORIES, Memory
 from moejax.planning.setup import MX_BYTES, Setup
 from moejax.planning.weights import layer_weights, local_weights
@@ -69,6 +71,14 @@ def saved_bytes(setup: Setup) -> int:
 
 def _chunk_keeps(setup: Setup) -> int:
     dense, moe = setup.fullest_chunk
+    if setup.recompute == Recompute.full:  # the inputs of all segments, and the blocks of one
+        parts = segments(StageKind(dense, moe, False, False))
+        inputs = sum(part.count for part in parts) * setup.tokens * setup.config.model.d_model * setup.compute_bytes
+        return inputs + max((_blocks_keep(setup, part.kind.n_dense, part.kind.n_moe) for part in parts), default=0)
+    return _blocks_keep(setup, dense, moe)
+
+
+def _blocks_keep(setup: Setup, dense: int, moe: int) -> int:
     return dense * block_keeps(setup, False) + moe * block_keeps(setup, True)
 
 
@@ -76,7 +86,7 @@ def block_keeps(setup: Setup, moe: bool) -> int:
     """What one block keeps of one microbatch for its backward (`BlockProgram.kept`)."""
     tokens, item, model = setup.tokens, setup.compute_bytes, setup.config.model
     kept = tokens * model.d_model * item
-    regions = setup.kept_regions if setup.recompute != Recompute.block else ()
+    regions = setup.kept_regions
     if moe:
         kept += tokens * (model.moe.top_k + 1) * 4  # the experts chosen, and the best one not chosen
     if setup.recompute == Recompute.none:

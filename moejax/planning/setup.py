@@ -82,7 +82,7 @@ class Setup:
         """Regions that blocks keep although they compute the rest again."""
         if self.recompute == Recompute.none:
             return tuple(f.name for f in dataclasses.fields(RegionsConfig))
-        if self.recompute == Recompute.block:
+        if self.recompute in (Recompute.block, Recompute.full):
             return ()
         regions = self.config.parallel.regions
         return tuple(f.name for f in dataclasses.fields(RegionsConfig) if getattr(regions, f.name) == Region.keep)

@@ -26,7 +26,7 @@ class Runs(NamedTuple):
 def runs(setup: Setup, op: Op, last: bool) -> Runs:
     """What one op does with the blocks of its chunk. last: the chunk ends the model and its stage has the head."""
     rerun = int(setup.keep_inputs)
-    again = int(setup.recompute != Recompute.none)
+    again = {Recompute.none: 0, Recompute.full: 2}.get(setup.recompute, 1)
     match op:
         case Op.FORWARD:
             # the last stage goes straight to its backward, which begins with the forward

@@ -23,8 +23,9 @@ from tests.small import small_batch, small_config, small_program
 TOLERANCE = 2e-5  # relative L2, per tensor
 NINE_LAYERS = ("model.n_layers=9", "model.n_dense_layers=2")
 
-# Left out: gpipe/residuals and 1f1b_lockstep/inputs (their ops are those of 1f1b with the same stash, in another
-# order), interleaved/inputs at pp=8 (it is compiled for 512 GPUs in test_absent_gpu.py).
+# tools/check_pipeline.py runs the whole product. Left out here: gpipe/residuals and 1f1b_lockstep/inputs (their ops are
+# those of 1f1b with the same stash, in another order), interleaved/inputs at pp=8 (it is compiled for 512 GPUs in
+# test_absent_gpu.py).
 FIRST = [
     ("dp=2,ep=2,pp=2", "zero_bubble_v", "inputs", ()),
     ("dp=2,ep=2,pp=4", "gpipe", "named", ()),
@@ -154,6 +155,27 @@ def test_a_batch_of_another_size_changes_the_number_of_microbatches():
     assert partial.tokens.shape == (3, 8, 16)
     assert int((np.asarray(partial.segment_ids) >= 0).sum()) == int((batch["segment_ids"][:19] >= 0).sum())
     assert int((np.asarray(partial.labels) != -100).sum()) == int((batch["labels"][:19] != -100).sum())
+
+
+@pytest.mark.slow
+def test_steps_on_batches_of_other_sizes_are_those_of_one_device():
+    """Whole and partial batches one after the other, the state going on: microbatches of 8 on a pipeline, and
+    one of 64 on one device, mostly padding when the batch is small."""
+    model = ("model.n_layers=3", "model.moe.router.lb_granularity=instance", "train.batch_tokens=1024")
+    pipelined = small_program("dp=2,pp=2", (*model, "parallel.pipeline.microbatches=8"))
+    alone = small_program("dp=1", (*model, "parallel.pipeline.microbatches=1"))
+    states = [program.init() for program in (pipelined, alone)]
+    batch = small_batch(pipelined.config)
+    for rows, parts in ((64, 8), (19, 3), (64, 8)):
+        losses, tokens = [], []
+        for i, program in enumerate((pipelined, alone)):
+            placed = program.place_batch({name: x[:rows] for name, x in batch.items()})
+            assert placed.tokens.shape[:2] == ((parts, 8), (1, 64))[i]
+            states[i], metrics = program.step(states[i], placed)
+            losses.append([float(metrics.loss), float(metrics.auxiliary_loss), float(metrics.gradient_norm)])
+            tokens.append(float(metrics.tokens))
+        assert tokens[0] == tokens[1] == float((batch["labels"][:rows] != -100).sum())
+        np.testing.assert_allclose(*losses, rtol=TOLERANCE)
 
 
 def test_checkpoints_are_in_model_order_whatever_the_chunks():

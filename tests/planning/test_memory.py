@@ -117,3 +117,14 @@ def test_the_busiest_stage_takes_every_branch_it_has_as_often_as_the_table_says(
     shares = branch_shares(setup)
     assert sum(shares) == pytest.approx(1)
     assert len(shares) > 2 and max(shares) < 1
+
+
+def test_full_recompute_keeps_the_inputs_of_segments_and_the_blocks_of_one():
+    shape = ("model.n_layers=26", "model.n_dense_layers=1")
+    block, full = (small_setup("dp=1", *shape, f"parallel.recompute={name}") for name in ("block", "full"))
+    activation = full.tokens * full.config.model.d_model * full.compute_bytes
+    one = block_keeps(block, True)
+    assert stash_bytes(block) == stash_bytes(full) and block_keeps(full, True) == one
+    # 25 MoE blocks in five segments of five, and a dense one before them
+    assert memory._chunk_keeps(full) == 6 * activation + 5 * one
+    assert memory._chunk_keeps(block) == 25 * one + block_keeps(block, False)
