@@ -11,11 +11,18 @@ from pallas_kernels.grouped_gemm import (
     grouped_gemm_weight_grad_reference,
     resolve_implementation,
 )
+from pallas_kernels.mx_grouped_gemm import mx_grouped_gemm
+from pallas_kernels.mxfp8 import MXArray, dequantize, quantize, quantize_two_ways
 
 __all__ = [
+    "MXArray",
+    "dequantize",
     "grouped_gemm",
     "grouped_gemm_reference",
     "grouped_gemm_weight_grad",
     "grouped_gemm_weight_grad_reference",
+    "mx_grouped_gemm",
+    "quantize",
+    "quantize_two_ways",
     "resolve_implementation",
 ]

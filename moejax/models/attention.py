@@ -19,6 +19,7 @@ from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, 
 from moejax.context import Context
 from moejax.models.norms import RMSNorm
 from moejax.models.parameters import weight, zeros
+from moejax.models.quantised import mx_linear
 
 
 def rotary(x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float) -> Float[Array, "B S N H"]:
@@ -63,10 +64,16 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(c.head_dim * (c.n_heads if full else 1), config.norm_eps, "head")
             self.k_norm = RMSNorm(c.head_dim * (c.n_kv_heads if full else 1), config.norm_eps, "head")
 
-    def project(self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]) -> tuple[Array, Array, Array]:
-        """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated."""
-        c = self.config
-        qkv = jnp.einsum("bsd,dqh->bsqh", x, self.w_qkv[...].astype(x.dtype))
+    def project(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], context: Context | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated. context: of weights in MXFP8."""
+        c, w_qkv = self.config, self.w_qkv[...].astype(x.dtype)
+        quantised = context.quantised_weight("attention", "w_qkv") if context else None
+        if context and context.recipe and quantised is not None:
+            qkv = mx_linear(x, w_qkv, quantised, context.recipe).reshape(*x.shape[:2], *w_qkv.shape[1:])
+        else:
+            qkv = jnp.einsum("bsd,dqh->bsqh", x, w_qkv)
         if c.qkv_bias:
             qkv = qkv + self.b_qkv[...].astype(x.dtype)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
@@ -78,9 +85,12 @@ class Attention(nnx.Module):
         return rotary(q, positions, c.rope_theta), rotary(k, positions, c.rope_theta), v
 
     def __call__(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Float[Array, "B S D"]:
-        q, k, v = self.project(x, context.positions)
+        q, k, v = self.project(x, context.positions, context)
         mask = attention_mask(context.segment_ids, window if self.windowed else None)
         implementation = choose_implementation(self.config.implementation, x.dtype)
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
-        return jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype))
+        w_out, quantised = self.w_out[...].astype(x.dtype), context.quantised_weight("attention", "w_out")
+        if context.recipe and quantised is not None:
+            return mx_linear(y.reshape(*y.shape[:2], -1), w_out, quantised, context.recipe)
+        return jnp.einsum("bsnh,nhd->bsd", y, w_out)

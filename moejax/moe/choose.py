@@ -22,8 +22,9 @@ from moejax.errors import UserError
 from moejax.mesh import MeshShape
 from moejax.moe.all_gather import AllGather
 from moejax.moe.all_to_all import AllToAll
-from moejax.moe.dispatch import Local, Transport
+from moejax.moe.dispatch import Transport
 from moejax.moe.hierarchical import Hierarchical
+from moejax.moe.local import Local
 from moejax.moe.rowwise import Rowwise
 
 

@@ -14,10 +14,11 @@ from jaxtyping import Float, Int
 
 from moejax.config import ModelConfig
 from moejax.context import Context
-from moejax.models.mlp import MLP, GatedMLP, swiglu
+from moejax.models.mlp import MLP, GatedMLP, quantised_mlp, swiglu
 from moejax.models.parameters import weight
 from moejax.moe.dispatch import Traffic
 from moejax.moe.exchange import through_experts
+from moejax.moe.mx_experts import QuantisedExperts
 from moejax.moe.losses import count_routes, load_balancing_loss, z_loss
 from moejax.moe.router import Router, Routing
 from moejax.moe.shared import MixedSharedExperts
@@ -71,20 +72,23 @@ class MoELayer(nnx.Module):
     def __call__(self, x_TD: Float[Array, "T D"], context: Context) -> tuple[Float[Array, "T D"], Auxiliary]:
         with jax.named_scope("router"):
             routing = self.router(x_TD, context)
+        up_gate, down = (context.quantised_weight("moe", "experts", name) for name in ("w_up_gate", "w_down"))
+        in_mx = up_gate is not None and down is not None
         y_TD, traffic = through_experts(
             context.transport,
-            expert_mlps,
+            context.recipe if in_mx and context.recipe else expert_mlps,
             self.experts.weights(x_TD.dtype),
             x_TD,
             routing.expert_ids,
             routing.weights,
             self.config.num_experts,
+            QuantisedExperts(up_gate, down) if in_mx else None,
         )
         with jax.named_scope("router_losses"):
             auxiliary = self.auxiliary(routing, traffic, context)
         if self.config.shared_hidden:
             with jax.named_scope("shared_expert"):
-                y_TD = y_TD + self.shared(x_TD)
+                y_TD = y_TD + self.shared(x_TD, quantised_mlp(context, "moe", "shared"))
         return y_TD, auxiliary
 
     def auxiliary(self, routing: Routing, traffic: Traffic, context: Context) -> Auxiliary:

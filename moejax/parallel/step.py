@@ -6,7 +6,6 @@
 `TrainProgram` holds what belongs to a (config, mesh) pair: shardings, abstract state, and the compiled functions.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from moejax.models.transformer import Params, abstract_params, init_params, logi
 from moejax.moe.choose import choose_transport
 from moejax.moe.selection import move_score_bias
 from moejax.moe.statistics import RouterStatistics, reduce_over_devices
-from moejax.parallel import pipeline, sharding
+from moejax.parallel import mxfp8, pipeline, sharding
 from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
 from moejax.parallel.optimizer import learning_rate, make_optimizer
 from moejax.parallel.schedule_check import check
@@ -123,6 +122,7 @@ class TrainProgram:
         self.config, self.mesh = config, mesh
         self.shape = MeshShape(**dict(mesh.shape))
         check_fit(config, self.shape)
+        mxfp8.check_hardware(config, mesh)
         model, pipe = config.model, config.parallel.pipeline
         self.schedule = choose_schedule(config, self.shape.pp, pipe.microbatches)
         self.ends_apart = pipe.ends == PipelineEnds.sharded and self.shape.pp > 1
@@ -151,6 +151,8 @@ class TrainProgram:
         self.param_specs = jax.tree.map(
             lambda axes: sharding.param_spec(axes, self.rules), self.axes, is_leaf=sharding.is_axes
         )
+        self.working_specs = mxfp8.specs(config, self.abstract, self.axes, self.param_specs)
+        self.recipe = mxfp8.recipe(config)
         self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape, self.rules)
         self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings(), None))
@@ -189,7 +191,7 @@ class TrainProgram:
             self.optimizer, lambda _, s: s, abstract.moments, master, transform_non_params=lambda _: replicated
         )
         bias = None if abstract.score_bias is None else replicated
-        return TrainState(replicated, self.named(self.param_specs), master, moments, bias)
+        return TrainState(replicated, self.named(self.working_specs), master, moments, bias)
 
     def data_shard(self) -> tuple[int, int]:
         """(i, n): this process feeds part i of n equal parts of each batch; processes of other stages may share it."""
@@ -241,9 +243,18 @@ class TrainProgram:
         """The state of step 0 from logical fp32 weights."""
         master = self._between_orders(self._to_physical)(params)
         master = jax.tree.map(lax.with_sharding_constraint, master, self.named(self.zero_specs))
-        weights = jax.tree.map(lambda p: p.astype(self.params_dtype), master)
+        weights = self._working(master)
         bias = self._zero_score_bias() if score_bias is None else score_bias
         return TrainState(jnp.zeros((), jnp.int32), weights, master, self.optimizer.init(master), bias)
+
+    def _working(self, master: Params) -> Params:
+        """What the region computes with, from the master: weights in `precision.params`, some in MXFP8."""
+        weights = jax.tree.map(
+            lambda m, s: lax.with_sharding_constraint(m.astype(self.params_dtype), s),
+            master,
+            self.named(self.param_specs),
+        )
+        return mxfp8.quantise(self.config, self.mesh, master, self.axes, weights, self.working_specs)
 
     def init(self) -> TrainState:
         """Fresh weights from `train.seed`: the same on every mesh."""
@@ -355,7 +366,7 @@ class TrainProgram:
         region = jax.shard_map(
             self._region,
             mesh=self.mesh,
-            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar, scalar),
+            in_specs=(self.working_specs, Microbatch(*[BATCH_SPEC] * 4), scalar, scalar),
             out_specs=(self.zero_specs, Totals(scalar, scalar, scalar, statistics), scalar),
             check_vma=False,
         )
@@ -367,7 +378,7 @@ class TrainProgram:
         region = jax.shard_map(
             self._evaluation_region,
             mesh=self.mesh,
-            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
+            in_specs=(self.working_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
             out_specs=(scalar, scalar),
             check_vma=False,
         )
@@ -426,6 +437,7 @@ class TrainProgram:
                 key=jax.random.fold_in(key, microbatch),
                 score_bias=score_bias,
                 training=training,
+                recipe=self.recipe,
             )
 
         table = self.pipeline(batch.tokens.shape[0], training)
@@ -438,11 +450,7 @@ class TrainProgram:
         with jax.named_scope("optimizer"):
             updates, moments = self.optimizer.update(gradients, state.moments, state.master)
             master = optax.apply_updates(state.master, updates)
-            params = jax.tree.map(
-                lambda m, s: lax.with_sharding_constraint(m.astype(self.params_dtype), s),
-                master,
-                self.named(self.param_specs),
-            )
+            params = self._working(master)
         statistics = totals.statistics
         if statistics is not None:
             layers = to_logical(statistics, self.layout.stacks["moe_blocks"])
@@ -473,10 +481,5 @@ class TrainProgram:
 
     def parameter_bytes_per_device(self) -> int:
         """Bytes of the working weights on one device."""
-        sizes = dict(self.mesh.shape)
-
-        def local(p: Any, spec: PartitionSpec) -> int:
-            return math.prod(p.shape) // math.prod(sizes[axis] for axis in spec if axis is not None)
-
-        counts = jax.tree.map(local, self.abstract, self.param_specs)
-        return sum(jax.tree.leaves(counts)) * self.params_dtype.itemsize
+        weights = jax.eval_shape(self._fresh, jax.random.key(0)).params
+        return mxfp8.bytes_on_device(weights, self.working_specs, self.mesh)
