@@ -34,7 +34,7 @@ def mx_grouped_gemm(
 
     lhs_RK, rhs_ENK: blocks along the last axis. group_sizes_E: int32[E], as in `grouped_gemm`. dtype: of the result,
     float32 or bfloat16. implementation: "auto" is mosaic where the program is compiled for Blackwell and the widths
-    have a kernel (K a multiple of 128, N of 128), else emulated.
+    have a kernel (N and K multiples of 128, bfloat16), else emulated.
 
     Returns [R, N]. Raises ValueError, one sentence, for operands that do not fit and unknown implementations.
     """
@@ -55,7 +55,7 @@ def mx_grouped_gemm(
     if implementation == "mosaic":
         return kernel(*operands)
     roads = {"cpu": on_cpu}
-    if implementation == "auto" and has_hardware() and reason_against(*rhs_ENK.shape[1:]) is None:
+    if implementation == "auto" and has_hardware() and _reason_against(rhs_ENK, dtype) is None:
         roads["cuda"] = kernel
     return lax.platform_dependent(*operands, default=emulated, **roads)
 
@@ -87,10 +87,14 @@ def _by_tiles(lhs: MXArray, rhs: MXArray, group_sizes_E: Array, *, dtype: Any) -
     return grouped_gemm_by_tiles(rows_of, weight_of, shape, dtype, group_sizes_E, transpose_rhs=True)
 
 
+def _reason_against(rhs: MXArray, dtype: Any) -> str | None:
+    return "makes bfloat16" if jnp.dtype(dtype) != jnp.bfloat16 else reason_against(*rhs.shape[1:])
+
+
 def _mosaic(lhs: MXArray, rhs: MXArray, group_sizes_E: Array, *, dtype: Any) -> Array:
-    against, chip = reason_against(*rhs.shape[1:]), target()
+    against, chip = _reason_against(rhs, dtype), target()
     if against:
         raise ValueError(f"The MXFP8 kernel {against}: use implementation 'auto' or 'emulated'.")
     if chip is None or chip.architecture != "blackwell":
         raise ValueError("The MXFP8 kernel needs an NVIDIA GPU of compute capability 10.x (B200, B300): use 'auto'.")
-    return mx_grouped_gemm_blackwell(lhs, rhs, group_sizes_E, dtype=dtype, num_sms=chip.num_sms)
+    return mx_grouped_gemm_blackwell(lhs, rhs, group_sizes_E, num_sms=chip.num_sms)
