@@ -227,7 +227,9 @@ class ParallelConfig:
 class PrecisionConfig:
     params: Dtype = option(Dtype.bfloat16, "Dtype of the resident weights; the master copy is always fp32.")
     compute: Dtype = option(Dtype.bfloat16, "Dtype of activations; router, norms, softmax and losses are fp32.")
-    mxfp8: MXFP8Config = option(MXFP8Config(), "What is kept, sent and multiplied in 8 bits; router, norms and head never.")
+    mxfp8: MXFP8Config = option(
+        MXFP8Config(), "What is kept, sent and multiplied in 8 bits; router, norms and head never."
+    )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class MXFP8Config:
     saved_hidden: SavedHidden = option(
         SavedHidden.mxfp8, "How the experts' first product waits for the backward: mxfp8 or compute."
     )
-    keep_bf16: bool = option(False, "Keep the weights in precision.params beside their MXFP8 copies, which replace them.")
+    keep_bf16: bool = option(
+        False, "Keep the weights in precision.params too, beside the MXFP8 copies that replace them."
+    )
     scale: ScaleRule = option(ScaleRule.rceil, "Rule of the scales: rceil or floor.")
     hardware: Hardware = option(
         Hardware.auto, "auto (tensor cores that take MXFP8, else emulated), emulate, or required (else an error)."
@@ -97,7 +99,7 @@ def validate_mxfp8(config: "Config") -> None:
     for name, width in widths.items():
         require(
             width % BLOCK == 0,
-            f"{name}={width} is not a multiple of {BLOCK}, the block of MXFP8; change it, or leave precision.mxfp8 off.",
+            f"{name}={width} is not a multiple of {BLOCK}, the block of MXFP8; change it, or do without MXFP8.",
         )
     require(
         all(0 <= layer < model.n_layers for layer in mx.exclude_layers),

@@ -38,7 +38,8 @@ class Context:
     score_bias: fp32[layers, E], of the router's choice (`config.ScoreBias`); of one layer, [E], after `for_layer`.
     training: whether jitter and random pools apply.
     quantised: the block's weights that are kept in MXFP8, in the shape of its parameters, None for the others; None
-        without any. recipe: how they are multiplied by.
+        without any. recipe: how they are multiplied by. excluded: bool[layers], those whose weights are in MXFP8 but
+        not used so; None without any; of one layer, a scalar, after `for_layer`.
     """
 
     segment_ids: Int[Array, "B S"]
@@ -53,6 +54,7 @@ class Context:
     training: bool = False
     quantised: Any = None
     recipe: "MXRecipe | None" = None
+    excluded: Bool[Array, "*layers"] | None = None
 
     def quantised_weight(self, *path: str) -> "QuantisedWeight | None":
         """The weight at this place among the block's parameters, if it is kept in MXFP8."""
@@ -69,7 +71,8 @@ class Context:
         """What of it is another for each layer, counted in the model, dense ones included."""
         key = None if self.key is None else jax.random.fold_in(self.key, layer)
         bias = None if self.score_bias is None else lax.dynamic_index_in_dim(self.score_bias, layer, keepdims=False)
-        return replace(self, key=key, score_bias=bias)
+        excluded = None if self.excluded is None else self.excluded[layer]
+        return replace(self, key=key, score_bias=bias, excluded=excluded)
 
     def draw(self, sample: Callable[[Array, tuple[int, ...]], Array], shape: tuple[int, ...], what: str) -> Array:
         """[T, *shape] of random values, by sequence: the same on every mesh, and the same again in recompute.

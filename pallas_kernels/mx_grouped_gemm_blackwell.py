@@ -1,7 +1,8 @@
-"""Grouped GEMM kernel for MXFP8 on Blackwell (sm_100a, sm_103a: B200, B300), in Pallas Mosaic GPU: block-scaled tcgen05.
+"""Grouped GEMM kernel for MXFP8 on Blackwell (sm_100a, sm_103a), in Pallas Mosaic GPU: block-scaled tcgen05.
 
     GMEM --TMA, a warp--> ring of SMEM stages: 128 x 128 bytes of each operand, 128 x 4 scales of each
-         --tcgen05.cp--> scales in TMEM --tcgen05.mma.block_scale, the same warp--> two accumulators --a warpgroup--> GMEM
+         --tcgen05.cp--> scales in TMEM --tcgen05.mma.block_scale, the same warp--> two accumulators in TMEM
+         --a warpgroup--> GMEM
 
 The walk over tiles, the ragged edges and the three roles are those of the bfloat16 kernel (grouped_gemm_blackwell.py).
 Tiles of rows start where their group does, not at multiples of 128, so the scales of the left operand are laid out tile
@@ -14,7 +15,6 @@ the scales, of 512), not by measurement.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -6,6 +6,7 @@
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,7 @@ from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, 
 from moejax.context import Context
 from moejax.models.norms import RMSNorm
 from moejax.models.parameters import weight, zeros
-from moejax.models.quantised import mx_linear
+from moejax.models.quantised import mx_linear, unless
 
 
 def rotary(x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float) -> Float[Array, "B S N H"]:
@@ -69,11 +70,8 @@ class Attention(nnx.Module):
     ) -> tuple[Array, Array, Array]:
         """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated. context: of weights in MXFP8."""
         c, w_qkv = self.config, self.w_qkv[...].astype(x.dtype)
-        quantised = context.quantised_weight("attention", "w_qkv") if context else None
-        if context and context.recipe and quantised is not None:
-            qkv = mx_linear(x, w_qkv, quantised, context.recipe).reshape(*x.shape[:2], *w_qkv.shape[1:])
-        else:
-            qkv = jnp.einsum("bsd,dqh->bsqh", x, w_qkv)
+        plain = lambda x, w: jnp.einsum("bsd,dqh->bsqh", x, w)  # noqa: E731
+        qkv = _projected(plain, x, w_qkv, context, "w_qkv")
         if c.qkv_bias:
             qkv = qkv + self.b_qkv[...].astype(x.dtype)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
@@ -90,7 +88,19 @@ class Attention(nnx.Module):
         implementation = choose_implementation(self.config.implementation, x.dtype)
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
-        w_out, quantised = self.w_out[...].astype(x.dtype), context.quantised_weight("attention", "w_out")
-        if context.recipe and quantised is not None:
-            return mx_linear(y.reshape(*y.shape[:2], -1), w_out, quantised, context.recipe)
-        return jnp.einsum("bsnh,nhd->bsd", y, w_out)
+        plain = lambda x, w: jnp.einsum("bsnh,nhd->bsd", x, w)  # noqa: E731
+        return _projected(plain, y, self.w_out[...].astype(x.dtype), context, "w_out")
+
+
+def _projected(plain: Callable[[Array, Array], Array], x: Array, w: Array, context: Context | None, name: str) -> Array:
+    """plain(x, w), a product over all axes of x after [B, S]; in MXFP8 where the block's weight of this name is."""
+    quantised = context.quantised_weight("attention", name) if context else None
+    if context is None or context.recipe is None or quantised is None:
+        return plain(x, w)
+    recipe = context.recipe
+
+    def in_mx(x: Array, w: Array) -> Array:
+        y = mx_linear(x.reshape(*x.shape[:2], -1), w, quantised, recipe)
+        return y.reshape(*x.shape[:2], *w.shape[x.ndim - 2 :])
+
+    return unless(context.excluded, plain, in_mx, x, w)

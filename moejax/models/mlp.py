@@ -1,5 +1,6 @@
 """SwiGLU, and the dense MLP that leading blocks and shared experts are made of."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Float
 
 from moejax.context import Context
 from moejax.models.parameters import weight
-from moejax.models.quantised import MXRecipe, QuantisedWeight, mx_linear
+from moejax.models.quantised import MXRecipe, QuantisedWeight, mx_linear, unless
 
 
 def swiglu(up_gate: Float[Array, "*batch F2"]) -> Float[Array, "*batch F"]:
@@ -24,6 +25,7 @@ class QuantisedMLP(NamedTuple):
     w_up_gate: QuantisedWeight
     w_down: QuantisedWeight
     recipe: MXRecipe
+    excluded: Array | None
 
 
 def quantised_mlp(context: Context, *path: str) -> QuantisedMLP | None:
@@ -31,7 +33,16 @@ def quantised_mlp(context: Context, *path: str) -> QuantisedMLP | None:
     up_gate, down = (context.quantised_weight(*path, name) for name in ("w_up_gate", "w_down"))
     if up_gate is None or down is None or context.recipe is None:
         return None
-    return QuantisedMLP(up_gate, down, context.recipe)
+    return QuantisedMLP(up_gate, down, context.recipe, context.excluded)
+
+
+def _plain_mlp(x: Array, w_up_gate: Array, w_down: Array) -> Array:
+    return swiglu(x @ w_up_gate) @ w_down
+
+
+def _mx_mlp(quantised: QuantisedMLP, x: Array, w_up_gate: Array, w_down: Array) -> Array:
+    hidden = swiglu(mx_linear(x, w_up_gate, quantised.w_up_gate, quantised.recipe))
+    return mx_linear(hidden, w_down, quantised.w_down, quantised.recipe)
 
 
 class MLP(nnx.Module):
@@ -43,11 +54,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"], quantised: QuantisedMLP | None = None) -> Float[Array, "*batch D"]:
         """quantised: its weights in MXFP8, if they are to be used."""
-        w_up_gate, w_down = self.w_up_gate[...].astype(x.dtype), self.w_down[...].astype(x.dtype)
+        weights = self.w_up_gate[...].astype(x.dtype), self.w_down[...].astype(x.dtype)
         if quantised is None:
-            return swiglu(x @ w_up_gate) @ w_down
-        hidden = swiglu(mx_linear(x, w_up_gate, quantised.w_up_gate, quantised.recipe))
-        return mx_linear(hidden, w_down, quantised.w_down, quantised.recipe)
+            return _plain_mlp(x, *weights)
+        in_mx = functools.partial(_mx_mlp, quantised)
+        return unless(quantised.excluded, _plain_mlp, in_mx, x, *weights)
 
 
 class GatedMLP(MLP):

@@ -13,6 +13,7 @@ something of its shape alone, to which the gradient belongs, and nothing of it i
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,11 @@ def separate(params: PyTree[Any], dtype: Any) -> tuple[PyTree[Array], PyTree[Any
 def keep(array: PyTree[Array]) -> PyTree[Array]:
     """Marks quantised values for `parallel/block_program.py`: they stay, rather than the larger ones before them."""
     return jax.tree.map(lambda x: checkpoint_name(x, QUANTISED), array)
+
+
+def unless(excluded: Array | None, plain: Callable[..., Any], in_mx: Callable[..., Any], *operands: Any) -> Any:
+    """in_mx(*operands), or plain(*operands) in a layer that is excluded (a scalar, known when the program runs)."""
+    return in_mx(*operands) if excluded is None else lax.cond(excluded, plain, in_mx, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -98,7 +98,7 @@ class Transport(Protocol):
         """fp32: this round's part of y."""
         ...
 
-    # Rows in a code (MXFP8), where no derivative is taken: what travels is integers. `dispatch` takes such rows as well.
+    # Rows in a code (MXFP8), where no derivative is taken, since integers travel; `dispatch` takes such rows as well.
 
     def combine_coded(
         self, rows_RD: Float[Array, "R D"], weights_TK: Float[Array, "T K"], plan: Plan, round: Any, code: Code

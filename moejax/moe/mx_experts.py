@@ -99,9 +99,7 @@ def _backward(recipe: MXRecipe, transport: Transport, residuals: Any, grad_TD: A
     x_q, sizes, hidden, came_back, weights_TK, params, quantised, plan, round, like = residuals
     dtype, travelling = like.dtype, code(recipe)
     with jax.named_scope("combine"):
-        wire, grad_weights = transport.combine_coded_gradients(
-            came_back, weights_TK, grad_TD, plan, round, travelling
-        )
+        wire, grad_weights = transport.combine_coded_gradients(came_back, weights_TK, grad_TD, plan, round, travelling)
     with jax.named_scope("experts"):
         g_q = from_wire(wire)
         dh = recipe.grouped_gemm(g_q, quantised.w_down.backward, sizes, dtype)

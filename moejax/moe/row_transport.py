@@ -60,9 +60,7 @@ class RowTransport:
         grad_ND, grad_weights = weighted_sum_gradients(code.decode(kept), weights_TK, routes, moved, grad_TD)
         return self.there(code.encode(grad_ND), plan, round).rows, grad_weights
 
-    def dispatch_coded_gradient(
-        self, grad_RD: Array, plan: Plan, round: Any, code: Code
-    ) -> Float[Array, "T D"]:
+    def dispatch_coded_gradient(self, grad_RD: Array, plan: Plan, round: Any, code: Code) -> Float[Array, "T D"]:
         """fp32: the gradient of the rows that were dispatched."""
         routes, moved, top_k = self.routes(plan, round)
         came_back = self.back(code.encode(grad_RD), plan, round)

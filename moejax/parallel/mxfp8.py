@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -45,6 +46,12 @@ def recipe(config: Config) -> MXRecipe | None:
     return MXRecipe(mx.scale.value, mx.saved_hidden == SavedHidden.mxfp8, implementation)
 
 
+def excluded(config: Config) -> Array | None:
+    """bool[layers]; None where no layer is excluded."""
+    layers = config.precision.mxfp8.exclude_layers
+    return jnp.zeros(config.model.n_layers, bool).at[jnp.array(layers)].set(True) if layers else None
+
+
 def has_hardware(mesh: Mesh) -> bool:
     """Whether the tensor cores of these devices take MXFP8 as it is."""
     return all(architecture_of(device) == "blackwell" for device in mesh.devices.flat)
@@ -74,9 +81,9 @@ def sentence(config: Config, mesh: Mesh) -> str | None:
         how = f"products on the tensor cores of {kind} where the widths are multiples of 128, else emulated"
     else:
         how = f"products emulated exactly, since {kind} has no MXFP8: bytes are saved, time is not"
-    return f"MXFP8 ({mx.scale.value}): {what}{left_out}; {how}; weights {'beside' if mx.keep_bf16 else 'instead of'} " + (
-        f"those in {config.precision.params.value}."
-    )
+    beside = "beside" if mx.keep_bf16 else "instead of"
+    weights = f"weights {beside} those in {config.precision.params.value}"
+    return f"MXFP8 ({mx.scale.value}): {what}{left_out}; {how}; {weights}."
 
 
 def _chosen(config: Config, params: Params, axes: Params) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
@@ -148,4 +155,3 @@ def bytes_on_device(params: Params, placed: PyTree[PartitionSpec], mesh: Mesh) -
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
     placed_leaves = jax.tree.leaves(placed, is_leaf=is_spec)
     return sum(local(x, spec) for x, spec in zip(jax.tree.leaves(params), placed_leaves, strict=True))
-

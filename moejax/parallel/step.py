@@ -438,6 +438,7 @@ class TrainProgram:
                 score_bias=score_bias,
                 training=training,
                 recipe=self.recipe,
+                excluded=mxfp8.excluded(self.config),
             )
 
         table = self.pipeline(batch.tokens.shape[0], training)

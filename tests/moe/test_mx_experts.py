@@ -173,7 +173,8 @@ def exchanged_bytes(name: str, recipe: MXRecipe | None, dtype: Any) -> int:
         inside = jax.tree.map(lambda w: w.astype(dtype), params)
 
         def loss(x, weights, params):
-            y, _ = through_experts(make(), recipe or expert_mlps, params, x, ids, weights, E, copies if recipe else None)
+            experts, beside = (recipe, copies) if recipe else (expert_mlps, None)
+            y, _ = through_experts(make(), experts, params, x, ids, weights, E, beside)
             return jnp.sum(y.astype(jnp.float32))
 
         return jax.grad(loss, (0, 1, 2))(x.astype(dtype), weights, inside)
