@@ -13,6 +13,7 @@ from pallas_kernels.grouped_gemm import (
 )
 from pallas_kernels.mx_grouped_gemm import mx_grouped_gemm
 from pallas_kernels.mxfp8 import MXArray, dequantize, quantize, quantize_two_ways
+from pallas_kernels.mxfp8_quantize import quantize_rows, swiglu_quantize
 
 __all__ = [
     "MXArray",
@@ -23,6 +24,8 @@ __all__ = [
     "grouped_gemm_weight_grad_reference",
     "mx_grouped_gemm",
     "quantize",
+    "quantize_rows",
     "quantize_two_ways",
     "resolve_implementation",
+    "swiglu_quantize",
 ]

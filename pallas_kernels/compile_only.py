@@ -27,7 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("forward", "data_gradient", "weight_gradient")
+from pallas_kernels.mx_compile_only import MX_KERNELS, described
+
+GROUPED_GEMM = ("forward", "data_gradient", "weight_gradient")
+KERNELS = (*GROUPED_GEMM, *MX_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,7 @@ CHIPS = {
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05_mma": r"\btcgen05\.mma\.",
+    "block_scaled_mma": r"\btcgen05\.mma\.\S*block_scale",
     "tma_loads": r"\bcp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global",
     "tma_stores": r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared",
 }
@@ -204,6 +208,12 @@ def _compile_kernel(
     architecture: str | None,
     stages: int | None,
 ) -> None:
+    if kernel in MX_KERNELS:
+        function, operands = described(
+            kernel, CHIPS[chip].num_sms, rows=rows, width=width, hidden=hidden, groups=groups
+        )
+        _compile(function, chip, 1, operands, groups)
+        return
     architecture = architecture or CHIPS[chip].architecture
     module = importlib.import_module(f"pallas_kernels.grouped_gemm_{architecture}")
     tiles = module.WEIGHT_GRAD_TILES if kernel == "weight_gradient" else module.GEMM_TILES
@@ -246,17 +256,21 @@ def _compile_layer(
     print(json.dumps(report | {"mosaic_calls": len(calls)}))
 
 
-def _compile(function: Callable[..., Any], chip: str, devices: int, shapes: list[tuple[int, ...]], groups: int) -> Any:
-    """`function(*bfloat16 of these shapes, int32[groups])`, all sharded over `devices` along their first axis."""
+def _compile(function: Callable[..., Any], chip: str, devices: int, shapes: list[Any], groups: int) -> Any:
+    """`function(*bfloat16 of these shapes, int32[groups])`, all sharded over `devices` along their first axis.
+
+    shapes: or (shape, dtype) where it is another than bfloat16.
+    """
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(absent_devices(chip, devices), ("ep",))
     sharded = PartitionSpec("ep")
-    described = [(shape, jnp.bfloat16) for shape in shapes] + [((groups,), jnp.int32)]
+    typed = [shape if isinstance(shape[0], tuple) else (shape, jnp.bfloat16) for shape in shapes]
+    typed.append(((groups,), jnp.int32))
     own = NamedSharding(mesh, sharded)
-    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=own) for shape, dtype in described]
+    operands = [jax.ShapeDtypeStruct(shape, dtype, sharding=own) for shape, dtype in typed]
     program = jax.shard_map(function, mesh=mesh, in_specs=sharded, out_specs=sharded, check_vma=False)
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
         return jax.jit(program).lower(*operands).compile()
@@ -272,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for chip in [arguments.chip] if arguments.chip else ["h200", "b200", "b300"]:
             for kernel in [arguments.kernel] if arguments.kernel else KERNELS:
+                if kernel == "mx_forward" and CHIPS[chip].architecture != "blackwell" and not arguments.kernel:
+                    continue  # Hopper has no tensor cores for it
                 print(json.dumps(compile_row(kernel, chip)), flush=True)
     except CannotCompile as error:
         print(error, file=sys.stderr)

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, PyTree
 
-from pallas_kernels import MXArray, dequantize, mx_grouped_gemm, quantize
+from pallas_kernels import MXArray, dequantize, mx_grouped_gemm, quantize, quantize_rows, swiglu_quantize
 
 QUANTISED = "mxfp8"  # the name of values that are kept for the backward as they are, and not what they came from
 
@@ -37,8 +37,11 @@ class MXRecipe:
     keep_hidden: bool = True
     implementation: str = "auto"
 
-    def quantize(self, x: Array) -> MXArray:
-        return quantize(x, rule=self.rule)
+    def quantize(self, rows: Array) -> MXArray:
+        return quantize_rows(rows, rule=self.rule)
+
+    def swiglu_quantize(self, up_gate: Array) -> MXArray:
+        return swiglu_quantize(up_gate, rule=self.rule)
 
     def grouped_gemm(self, lhs: MXArray, rhs: MXArray, group_sizes: Array, dtype: Any) -> Array:
         return mx_grouped_gemm(lhs, rhs, group_sizes, dtype=dtype, implementation=self.implementation)

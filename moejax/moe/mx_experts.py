@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, PyTree
 
 from moejax.models.mlp import swiglu
@@ -86,8 +87,8 @@ def _forward(
     with jax.named_scope("experts"):
         x_q, sizes = from_wire(arrivals.rows), arrivals.group_sizes
         up_gate = recipe.grouped_gemm(x_q, quantised.w_up_gate.forward, sizes, dtype)
-        h = swiglu(up_gate)
-        out_RD = recipe.grouped_gemm(recipe.quantize(h), quantised.w_down.forward, sizes, dtype)
+        up_gate = checkpoint_name(up_gate, "hidden")
+        out_RD = recipe.grouped_gemm(recipe.swiglu_quantize(up_gate), quantised.w_down.forward, sizes, dtype)
         hidden = keep(recipe.quantize(up_gate)) if recipe.keep_hidden else up_gate
     with jax.named_scope("combine"):
         y_TD, came_back = transport.combine_coded(out_RD, weights_TK, plan, round, code(recipe))

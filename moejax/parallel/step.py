@@ -184,7 +184,7 @@ class TrainProgram:
         )
 
     def state_shardings(self) -> TrainState:
-        abstract = jax.eval_shape(self._fresh, jax.random.key(0))
+        abstract = self.abstract_state()
         replicated = NamedSharding(self.mesh, PartitionSpec())
         master = self.named(self.zero_specs)
         moments = optax.tree_map_params(
@@ -262,6 +262,10 @@ class TrainProgram:
             fresh = jax.jit(self._fresh, out_shardings=self.state_shardings(), compiler_options=self._quick_compile())
             return fresh(jax.random.key(self.config.train.seed))
 
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of a state, nothing computed."""
+        return jax.eval_shape(self._fresh, jax.random.key(0))
+
     def _quick_compile(self) -> dict[str, Any]:
         """On CPU the initial weights are compiled without optimisation: 2 s, not 16 s (2026-11), and it runs once."""
         if self.mesh.devices.flat[0].platform != "cpu":
@@ -274,7 +278,7 @@ class TrainProgram:
         parts = config.parallel.pipeline.microbatches
         sequences = config.train.batch_tokens // config.data.sequence_length // parts
         shape = (microbatches or parts, sequences, config.data.sequence_length)
-        shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+        shapes = self.abstract_state()
         placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
         state = jax.tree.map(placed, shapes, self.state_shardings())
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, BATCH_SPEC))
@@ -482,5 +486,5 @@ class TrainProgram:
 
     def parameter_bytes_per_device(self) -> int:
         """Bytes of the working weights on one device."""
-        weights = jax.eval_shape(self._fresh, jax.random.key(0)).params
+        weights = self.abstract_state().params
         return mxfp8.bytes_on_device(weights, self.working_specs, self.mesh)
