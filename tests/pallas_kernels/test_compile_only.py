@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from pallas_kernels import compile_only
-from pallas_kernels.compile_only import KERNELS, CannotCompile, compile_layer_row, compile_row, read_report
+from pallas_kernels.compile_only import GROUPED_GEMM, CannotCompile, compile_layer_row, compile_row, read_report
 
 try:
     compile_only.require_compiler()
@@ -23,7 +23,7 @@ SMALL = dict(rows=1024, width=256, hidden=256, groups=4)
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["h200", "b200", "b300"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", GROUPED_GEMM)
 def test_kernel_fits_its_chip(kernel, chip):
     row = compile_row(kernel, chip)
     hopper = chip == "h200"
@@ -39,11 +39,31 @@ def test_kernel_fits_its_chip(kernel, chip):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", GROUPED_GEMM)
 def test_small_operands_compile_too(kernel):
     """One swizzle wide, and fewer rows than a tile: nothing is asked of the shapes but the multiples."""
     row = compile_row(kernel, "h200", rows=40, width=64, hidden=64, groups=2)
     assert row["wgmma"] > 0 and row["spill_bytes"] == 0
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["b200", "b300"])
+def test_expert_products_in_mxfp8_are_block_scaled(chip):
+    row = compile_row("mx_forward", chip)
+    assert row["spill_bytes"] == 0 and row["registers"] <= 168 and row["smem_bytes"] <= SMEM_LIMIT
+    assert row["block_scaled_mma"] == row["tcgen05_mma"] == 4  # a step of 128 is four instructions of 32 each
+    assert row["tma_loads"] == 4  # two operands and their scales
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["h200", "b200", "b300"])
+@pytest.mark.parametrize("kernel", ["mx_quantize", "mx_swiglu_quantize"])
+def test_what_makes_mxfp8_compiles_everywhere(kernel, chip):
+    row = compile_row(kernel, chip)
+    assert row["spill_bytes"] == 0 and row["registers"] <= 128
+    assert (row["wgmma"], row["tcgen05_mma"]) == (0, 0)
 
 
 @needs_compiler
@@ -92,7 +112,7 @@ def test_report_is_read():
         """
     ptxas = "0 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads\nptxas info : Used 168 registers"
     row = read_report(ptx, ptxas, "Resources(smem_scratch_bytes=229376, tmem_scratch_cols=0)")
-    counts = dict(wgmma=1, tcgen05_mma=0, tma_loads=1, tma_stores=1)
+    counts = dict(wgmma=1, tcgen05_mma=0, block_scaled_mma=0, tma_loads=1, tma_stores=1)
     assert row == dict(target="sm_90a", registers=168, spill_bytes=56, smem_bytes=229376, tmem_columns=0, **counts)
 
 
