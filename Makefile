@@ -11,10 +11,10 @@ EXTRAS ?= test,notebooks,tensorboard
 python := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint fix clean
+.PHONY: help setup train test test-slow lint fix clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
 
 setup:  ## bring .venv up to date with pyproject.toml (every target does it first)
 	@$(python) tools/set_up.py --check --extras "$(EXTRAS)" 2>/dev/null || { \
@@ -23,8 +23,11 @@ setup:  ## bring .venv up to date with pyproject.toml (every target does it firs
 train: setup  ## train: ARGS="--config configs/tiny.yaml --mesh dp=2,ep=2 train.steps=100"
 	@exec $(python) -m moejax.train $(ARGS)
 
-test: lint  ## ruff, pyright, then every test: PYTEST_ARGS="tests/moe -k rowwise"
-	@exec $(python) -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: lint  ## ruff, pyright, then the tests: PYTEST_ARGS="tests/moe -k rowwise"
+	@exec $(python) -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup  ## the tests marked slow, which CI runs too; with EXTRAS=...,aot also those that compile for absent GPUs
+	@exec $(python) -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 lint: setup  ## ruff and pyright
 	@$(python) -m ruff check --quiet .

@@ -50,7 +50,6 @@ def test_an_unknown_key_is_one_line_on_stderr_and_exit_code_2(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_full_disk_leaves_the_previous_checkpoint_and_the_run_goes_on_once_there_is_room(tmp_path):
     arguments, folder = run_arguments(tmp_path, *SHORT), tmp_path / "runs" / "small"

@@ -46,7 +46,6 @@ def temporaries(schedule: str, microbatches: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_1f1b_needs_no_more_memory_for_64_microbatches_than_for_8_and_gpipe_does():
     few, many = (temporaries("1f1b", microbatches) for microbatches in (8, 64))

@@ -48,7 +48,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return arguments
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments_a_run_writes_what_an_undisturbed_one_writes(tmp_path, undisturbed):
     folder, rng = tmp_path / "runs" / "small", random.Random(1)
@@ -84,7 +83,6 @@ def test_killed_at_random_moments_a_run_writes_what_an_undisturbed_one_writes(tm
     assert what_was_learnt(folder) == undisturbed
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ctrl_c_and_sigterm_save_and_leave_and_the_run_goes_on(tmp_path, undisturbed):
     folder = tmp_path / "runs" / "small"
@@ -135,7 +133,6 @@ def test_the_first_signal_is_a_request_and_the_second_ends_the_process(first):
         assert done.stdout.strip().startswith(says)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_train_as_one_and_leave_together(tmp_path, undisturbed):
     with socket.socket() as free:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moejax.checkpoint.manager import Checkpoints
@@ -62,7 +61,6 @@ def start(program: str, *arguments: Any, **environment: str) -> subprocess.Popen
     )
 
 
-@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_newest_checkpoint_whole(tmp_path):
     lives = 5
     output, _ = start(SAVING_LOOP, tmp_path, lives).communicate(timeout=120)
@@ -117,7 +115,6 @@ except UserError as error:
 """
 
 
-@pytest.mark.slow
 def test_two_processes_write_and_read_one_checkpoint(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -1,7 +1,8 @@
 """Every schedule gives the loss and the gradients of one device: a cover of schedule x stash x mesh, and drawn ones.
 
 Compiling is the price, so not every product is run. Each schedule meets each stash mode where they differ, and each
-mesh (pp=2, 4, 8 with ep=2, dp=2 as devices allow) meets several schedules; `COVER` says which. The other products are
+mesh (pp=2, 4, 8 with ep=2, dp=2 as devices allow) meets several schedules: `FIRST` in `make test`, `COVER` besides in
+`make test-slow`. The other products are
 the same branches over another table, and tables are proved without a device in tests/parallel/test_schedules.py.
 """
 
@@ -20,19 +21,20 @@ from moejax.parallel.schedule_makers import make_schedule
 from tests.small import small_batch, small_config, small_program
 
 TOLERANCE = 2e-5  # relative L2, per tensor
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NINE_LAYERS = ("model.n_layers=9", "model.n_dense_layers=2")
 
 # Left out: gpipe/residuals and 1f1b_lockstep/inputs (their ops are those of 1f1b with the same stash, in another
 # order), interleaved/inputs at pp=8 (it is compiled for 512 GPUs in test_absent_gpu.py).
+FIRST = [
+    ("dp=2,ep=2,pp=2", "zero_bubble_v", "inputs", ()),
+    ("dp=2,ep=2,pp=4", "gpipe", "named", ()),
+    ("dp=2,pp=2", "interleaved_1f1b", "residuals", ("parallel.pipeline.ends=sharded", "model.tie_embeddings=true")),
+]
 COVER = [
     ("dp=2,ep=2,pp=2", "interleaved_1f1b", "inputs", ()),
-    ("dp=2,ep=2,pp=2", "zero_bubble_v", "inputs", ()),
     ("dp=2,ep=2,pp=2", "zero_bubble", "named", ("parallel.regions.dispatch=keep",)),
     ("dp=2,ep=2,pp=4", "zero_bubble_v", "residuals", ()),
-    ("dp=2,ep=2,pp=4", "gpipe", "named", ()),
     ("ep=2,pp=8", "1f1b_lockstep", "residuals", ()),
-    ("dp=2,pp=2", "interleaved_1f1b", "residuals", ("parallel.pipeline.ends=sharded", "model.tie_embeddings=true")),
     ("dp=2,pp=2", "zero_bubble", "residuals", ("parallel.pipeline.mode=masked",)),
 ]
 
@@ -44,7 +46,7 @@ class Computed:
         program = small_program(mesh, overrides)
         batch = {name: x[:rows] for name, x in small_batch(program.config).items()}
         state, placed = program.init(), program.place_batch(batch)
-        step = jax.jit(program.gradients, compiler_options=QUICK)
+        step = jax.jit(program.gradients)
         gradients, totals, tokens = step(state.params, placed, jax.random.key(7))
         self.gradients = jax.device_get(program._to_logical(gradients))
         self.tokens = float(tokens)
@@ -54,7 +56,7 @@ class Computed:
             statistics = to_logical(totals.statistics, program.layout.stacks["moe_blocks"])
             self.counts = jax.device_get(statistics.counts)
         if evaluate:
-            evaluated, _ = jax.jit(program._evaluate, compiler_options=QUICK)(state.params, placed)
+            evaluated, _ = jax.jit(program._evaluate)(state.params, placed)
             self.evaluated = float(evaluated)
 
 
@@ -79,8 +81,9 @@ def on_mesh(schedule: str, stash: str, more: tuple[str, ...]) -> tuple[str, ...]
     return (f"parallel.pipeline.schedule={schedule}", f"parallel.pipeline.stash={stash}", *more)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "schedule", "stash", "more"), COVER)
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "stash", "more"), [*FIRST, *(pytest.param(*x, marks=pytest.mark.slow) for x in COVER)]
+)
 def test_loss_and_gradients_are_those_of_one_device(mesh, schedule, stash, more):
     model = (*NINE_LAYERS, *(o for o in more if o.startswith("model.")))
     sharded = "parallel.pipeline.ends=sharded" in more
@@ -122,8 +125,7 @@ def test_a_table_of_ones_own_runs_and_a_partial_last_microbatch_is_counted_nowhe
     check_same(ours, on_one_device((*overrides, "parallel.pipeline.microbatches=1"), 30))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["block", "named"])
+@pytest.mark.parametrize("recompute", ["block", pytest.param("named", marks=pytest.mark.slow)])
 def test_routing_is_not_drawn_again_in_recompute(recompute):
     """With random assignment, a draw in the backward that differs from the forward's would send gradients elsewhere."""
     model = ("model.n_layers=3", "model.moe.router.assignment=random")
@@ -138,9 +140,7 @@ def test_routing_is_not_drawn_again_in_recompute(recompute):
 def test_only_gpipe_needs_more_memory_for_more_microbatches(schedule, stash):
     """docs/pipeline.md has the table of all schedules, at pp=4."""
     program = small_program("pp=2", ("model.n_layers=2", "model.n_dense_layers=0", *on_mesh(schedule, stash, ())))
-    few, many = (
-        program.lower(m).compile(compiler_options=QUICK).memory_analysis().temp_size_in_bytes for m in (16, 64)
-    )
+    few, many = (program.lower(m).compile().memory_analysis().temp_size_in_bytes for m in (16, 64))
     assert (many > 1.1 * few) if schedule == "gpipe" else (many < 1.05 * few)
 
 
@@ -156,7 +156,6 @@ def test_a_batch_of_another_size_changes_the_number_of_microbatches():
     assert int((np.asarray(partial.labels) != -100).sum()) == int((batch["labels"][:19] != -100).sum())
 
 
-@pytest.mark.slow
 def test_checkpoints_are_in_model_order_whatever_the_chunks():
     program = small_program("dp=2,pp=2", ("model.n_layers=7", "parallel.pipeline.schedule=interleaved_1f1b"))
     assert not program.layout.stacks["moe_blocks"].identity

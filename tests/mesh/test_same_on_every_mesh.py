@@ -10,8 +10,6 @@ from moejax.parallel.layout import to_logical
 from tests.small import small_batch, small_program
 
 TOLERANCE = 2e-5  # relative L2, per tensor
-# compiling outweighs running here: leave LLVM's dear passes out
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 STAGED = ["pp=2", "dp=2,ep=2,pp=2", "dp=1,ep=2,pp=4"]
 # without stages the two schedules are one table
@@ -24,7 +22,7 @@ class Computed:
     def __init__(self, mesh: str, overrides: tuple[str, ...]):
         program = small_program(mesh, overrides)
         state, batch = program.init(), program.place_batch(small_batch(program.config))
-        step = jax.jit(program.gradients, compiler_options=QUICK)
+        step = jax.jit(program.gradients)
         gradients, totals, tokens = step(state.params, batch, jax.random.key(7))
         self.gradients = jax.device_get(program._to_logical(gradients))
         self.tokens = float(tokens)
@@ -32,7 +30,7 @@ class Computed:
         self.z = float(totals.z)
         self.auxiliary = float(totals.auxiliary)
         self.statistics = jax.device_get(to_logical(totals.statistics, program.layout.stacks["moe_blocks"]))
-        evaluated, counted = jax.jit(program._evaluate, compiler_options=QUICK)(state.params, batch)
+        evaluated, counted = jax.jit(program._evaluate)(state.params, batch)
         self.evaluated = float(evaluated) / float(counted)
         self.params = jax.device_get(program._to_logical(state.params))
 
@@ -57,7 +55,6 @@ def check_agrees(mesh: str, overrides: tuple[str, ...], schedule: str) -> None:
     jax.tree_util.tree_map_with_path(close, many.gradients, one.gradients)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "schedule"), CASES)
 def test_loss_and_gradients(mesh: str, schedule: str):
     check_agrees(mesh, (), schedule)

@@ -91,7 +91,6 @@ architectures = pytest.mark.parametrize("architecture", list(KERNELS))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow
 @architectures
 @products
 def test_kernels_equal_reference(architecture, product):
@@ -173,7 +172,6 @@ def on_hopper(monkeypatch):
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_op_and_gradients_by_mosaic_equal_reference(on_hopper, transpose_rhs):
     """Each of the two products and both gradients reach their kernel; rows need not be a multiple of 8."""

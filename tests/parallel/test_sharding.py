@@ -74,7 +74,6 @@ def test_a_device_owns_an_equal_part_of_the_masters():
             assert math.prod(local) * 8 == weight.size
 
 
-@pytest.mark.slow
 def test_a_state_comes_back_bit_for_bit_from_any_mesh_to_any_other():
     overrides = ["model.n_dense_layers=2"]
     one = small_program("dp=1", overrides)
