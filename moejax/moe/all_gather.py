@@ -63,8 +63,8 @@ class AllGather:
         return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor)
 
     def sent_bytes(self, tokens: int, top_k: int, n_experts: int, width: int, itemsize: int) -> float:
-        # the sums come back in fp32
-        return (self.size - 1) * tokens * width * (itemsize + 4)
+        # the sums come back in fp32, or in MXFP8 if that is how rows travel
+        return (self.size - 1) * tokens * width * (itemsize + (4 if itemsize > 1 else 1))
 
     def refusal(self, tokens: int, top_k: int, n_experts: int) -> str | None:
         if self.size * tokens > MOST_TOKENS:
