@@ -64,6 +64,25 @@ class MXFP8Config:
         return Format.mxfp8 in (self.experts, self.shared_experts, self.attention)
 
 
+def multiplied_widths(config: "Config") -> dict[str, int]:
+    """Every width of a product in MXFP8, by the field that it comes from."""
+    mx, model = config.precision.mxfp8, config.model
+    attention, moe = model.attention, model.moe
+    widths = {"model.d_model": model.d_model}
+    if mx.experts == Format.mxfp8:
+        widths["model.moe.hidden"] = moe.hidden
+    if mx.shared_experts == Format.mxfp8:
+        if moe.shared_hidden and model.n_moe_layers:
+            widths["model.moe.shared_hidden"] = moe.shared_hidden
+        if model.n_dense_layers:
+            widths["the dense MLPs' width"] = model.dense_width
+    if mx.attention == Format.mxfp8:
+        widths["model.attention.n_heads * head_dim"] = attention.n_heads * attention.head_dim
+        packed = (attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
+        widths["model.attention.(n_heads + 2 n_kv_heads) * head_dim"] = packed
+    return widths
+
+
 def validate_mxfp8(config: "Config") -> None:
     """Refuse impossible combinations, one sentence each; what depends on the devices is checked by `parallel.mxfp8`."""
     mx, model = config.precision.mxfp8, config.model
@@ -74,29 +93,17 @@ def validate_mxfp8(config: "Config") -> None:
             "and attention is mxfp8; set precision.mxfp8.experts=mxfp8.",
         )
         return
-    attention, moe = model.attention, model.moe
-    widths = {"model.d_model": model.d_model}
-    if mx.experts == Format.mxfp8:
-        require(
-            model.n_moe_layers > 0,
-            "precision.mxfp8.experts=mxfp8 has no experts to be about, since every layer is dense; set it to off.",
-        )
-        widths["model.moe.hidden"] = moe.hidden
-    if mx.shared_experts == Format.mxfp8:
-        require(
-            moe.shared_experts == 1,
-            f"precision.mxfp8.shared_experts=mxfp8 is for one shared expert, and model.moe.shared_experts="
-            f"{moe.shared_experts} are mixed in one product; set it to off.",
-        )
-        if moe.shared_hidden and model.n_moe_layers:
-            widths["model.moe.shared_hidden"] = moe.shared_hidden
-        if model.n_dense_layers:
-            widths["the dense MLPs' width"] = model.dense_width
-    if mx.attention == Format.mxfp8:
-        widths["model.attention.n_heads * head_dim"] = attention.n_heads * attention.head_dim
-        packed = (attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
-        widths["model.attention.(n_heads + 2 n_kv_heads) * head_dim"] = packed
-    for name, width in widths.items():
+    require(
+        mx.experts == Format.off or model.n_moe_layers > 0,
+        "precision.mxfp8.experts=mxfp8 has no experts to be about, since every layer is dense; set it to off.",
+    )
+    shared = model.moe.shared_experts
+    require(
+        mx.shared_experts == Format.off or shared == 1,
+        f"precision.mxfp8.shared_experts=mxfp8 is for one shared expert, and model.moe.shared_experts={shared} are "
+        "mixed in one product; set it to off.",
+    )
+    for name, width in multiplied_widths(config).items():
         require(
             width % BLOCK == 0,
             f"{name}={width} is not a multiple of {BLOCK}, the block of MXFP8; change it, or do without MXFP8.",

@@ -16,7 +16,8 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from moejax.config import Config, Format, Hardware, SavedHidden
+from moejax.config import Config, Dtype, Format, Hardware, SavedHidden
+from moejax.config_mxfp8 import multiplied_widths
 from moejax.errors import UserError
 from moejax.models.quantised import MXRecipe, QuantisedWeight, quantise_weight
 from moejax.models.transformer import Params
@@ -35,6 +36,7 @@ WEIGHTS = {
     ("attention", "w_out"): ("attention", 2),
 }
 LEADING = ("layers", "experts")
+KERNEL_WIDTH = 128  # what the widths of a product on tensor cores are multiples of
 
 
 def recipe(config: Config) -> MXRecipe | None:
@@ -57,12 +59,27 @@ def has_hardware(mesh: Mesh) -> bool:
     return all(architecture_of(device) == "blackwell" for device in mesh.devices.flat)
 
 
+def reason_to_emulate(config: Config, mesh: Mesh) -> str | None:
+    """Why products are not on tensor cores, in one clause; None if they are."""
+    if config.precision.mxfp8.hardware == Hardware.emulate:
+        return "precision.mxfp8.hardware=emulate"
+    if not has_hardware(mesh):
+        return f"{mesh.devices.flat[0].device_kind} has no tensor cores for MXFP8 (B200 and B300 have)"
+    if config.precision.compute != Dtype.bfloat16:
+        return f"the kernel makes bfloat16, and precision.compute={config.precision.compute.value}"
+    for name, width in multiplied_widths(config).items():
+        if width % KERNEL_WIDTH:
+            return f"the kernel takes widths that are multiples of {KERNEL_WIDTH}, and {name}={width}"
+    return None
+
+
 def check_hardware(config: Config, mesh: Mesh) -> None:
-    """Raises UserError if the config insists on hardware that is not there."""
-    if config.precision.mxfp8.hardware == Hardware.required and not has_hardware(mesh):
+    """Raises UserError if the config insists on hardware that is not there, or that cannot be used."""
+    reason = reason_to_emulate(config, mesh)
+    if config.precision.mxfp8.hardware == Hardware.required and reason is not None:
         raise UserError(
-            f"precision.mxfp8.hardware=required, and {mesh.devices.flat[0].device_kind} has no tensor cores for MXFP8 "
-            "(B200 and B300 have); set it to auto, and the same numbers are emulated."
+            f"precision.mxfp8.hardware=required, but {reason}; change that, or set it to auto, and the same numbers are "
+            "emulated."
         )
 
 
@@ -74,13 +91,10 @@ def sentence(config: Config, mesh: Mesh) -> str | None:
     names = {"experts": "experts and their exchanges", "shared_experts": "shared experts", "attention": "attention"}
     what = ", ".join(words for name, words in names.items() if getattr(mx, name) == Format.mxfp8)
     left_out = f", but for layers {', '.join(map(str, mx.exclude_layers))}" if mx.exclude_layers else ""
-    kind = mesh.devices.flat[0].device_kind
-    if mx.hardware == Hardware.emulate:
-        how = "products emulated, as precision.mxfp8.hardware asks"
-    elif has_hardware(mesh):
-        how = f"products on the tensor cores of {kind} where the widths are multiples of 128, else emulated"
-    else:
-        how = f"products emulated exactly, since {kind} has no MXFP8: bytes are saved, time is not"
+    reason = reason_to_emulate(config, mesh)
+    how = f"products on the tensor cores of {mesh.devices.flat[0].device_kind}"
+    if reason is not None:
+        how = f"products emulated exactly ({reason}): bytes are saved, time is not"
     beside = "beside" if mx.keep_bf16 else "instead of"
     weights = f"weights {beside} those in {config.precision.params.value}"
     return f"MXFP8 ({mx.scale.value}): {what}{left_out}; {how}; {weights}."

@@ -103,7 +103,7 @@ def test_what_runs_where_is_said_in_one_line():
 
 
 def test_required_hardware_that_is_not_there_is_an_error():
-    with pytest.raises(UserError, match=r"hardware=required.*B200.*auto"):
+    with pytest.raises(UserError, match=r"hardware=required.*B200.*set it to auto"):
         small_program("dp=1", (ALL[0], "precision.mxfp8.hardware=required"))
 
 
@@ -117,6 +117,11 @@ def test_blackwell_has_the_hardware():
         def __init__(self, *capabilities: str):
             self.devices = np.array([Device(c) for c in capabilities])
 
+    blackwell: Any = Mesh("10.0")
+    config = functools.partial(small_config, ALL[0], "precision.compute=bfloat16", "model.d_model=128")
+    assert "model.moe.hidden=32" in str(mxfp8.reason_to_emulate(config(), blackwell))
+    assert mxfp8.reason_to_emulate(config("model.moe.hidden=128"), blackwell) is None
+    assert "bfloat16" in str(mxfp8.reason_to_emulate(config("precision.compute=float32"), blackwell))
     assert mxfp8.has_hardware(Mesh("10.0", "10.3"))  # type: ignore[arg-type]
     assert not mxfp8.has_hardware(Mesh("9.0"))  # type: ignore[arg-type]
     assert not mxfp8.has_hardware(Mesh("10.0", "9.0"))  # type: ignore[arg-type]
