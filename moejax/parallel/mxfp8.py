@@ -78,8 +78,8 @@ def check_hardware(config: Config, mesh: Mesh) -> None:
     reason = reason_to_emulate(config, mesh)
     if config.precision.mxfp8.hardware == Hardware.required and reason is not None:
         raise UserError(
-            f"precision.mxfp8.hardware=required, but {reason}; change that, or set it to auto, and the same numbers are "
-            "emulated."
+            f"precision.mxfp8.hardware=required, but {reason}; change that, or set it to auto, and the same numbers "
+            "are emulated."
         )
 
 
