@@ -21,5 +21,5 @@ def test_rows():
     assert wire["ratio"] == (1 + 1 / 32) / 2 <= 0.53
     weights = by_name["bytes of resident expert weights"]
     assert weights["bf16"] == 8 // 2 * 3 * 64 * 64 * 2 and weights["ratio"] == 1 + 1 / 32  # two copies of a byte
-    assert by_name["bytes an MoE block keeps of a microbatch"]["ratio"] < 0.75
+    assert by_name["bytes an MoE block keeps of a microbatch"]["ratio"] < 0.9
     assert all(row["mxfp8"] > 0 and row["bf16"] > 0 for row in rows)
