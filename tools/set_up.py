@@ -117,7 +117,8 @@ def install(root: Path, extras: list[str]) -> None:
     target = f"{root}[{','.join(extras)}]" if extras else str(root)
     print(f"set-up: installing moejax with {', '.join(extras) or 'no extras'} (once, a minute or so)", flush=True)
     if uv:
-        call([uv, "pip", "install", "--python", python, "--editable", target], "installing")
+        # bytecode at once, as pip does: where Python may not write its own, each of the many processes would parse all
+        call([uv, "pip", "install", "--compile-bytecode", "--python", python, "--editable", target], "installing")
     else:
         if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode != 0:
             call([python, "-m", "ensurepip"], "adding pip to .venv")
