@@ -11,7 +11,7 @@ from pallas_kernels.grouped_gemm import (
     grouped_gemm_weight_grad_reference,
     resolve_implementation,
 )
-from pallas_kernels.mx_grouped_gemm import mx_grouped_gemm
+from pallas_kernels.mx_grouped_gemm import mx_grouped_gemm, mx_matmul
 from pallas_kernels.mxfp8 import MXArray, dequantize, quantize, quantize_two_ways
 from pallas_kernels.mxfp8_quantize import quantize_rows, swiglu_quantize
 
@@ -23,6 +23,7 @@ __all__ = [
     "grouped_gemm_weight_grad",
     "grouped_gemm_weight_grad_reference",
     "mx_grouped_gemm",
+    "mx_matmul",
     "quantize",
     "quantize_rows",
     "quantize_two_ways",

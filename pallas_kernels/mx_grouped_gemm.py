@@ -60,6 +60,39 @@ def mx_grouped_gemm(
     return lax.platform_dependent(*operands, default=emulated, **roads)
 
 
+def mx_matmul(lhs_RK: MXArray, rhs_NK: MXArray, *, dtype: Any, implementation: str = "auto") -> Array:
+    """out = lhs @ rhs^T, [R, N]: the product with one group that owns all rows; emulated by one dense product."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"mx_matmul has no implementation {implementation!r}: use one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    if (
+        lhs_RK.ndim != 2
+        or rhs_NK.ndim != 2
+        or lhs_RK.shape[1] != rhs_NK.shape[1]
+        or (lhs_RK.axis, rhs_NK.axis) != (-1, -1)
+    ):
+        raise ValueError(
+            f"mx_matmul takes lhs [R, K] and rhs [N, K], blocks along K, got {list(lhs_RK.shape)} (axis {lhs_RK.axis}) "
+            f"and {list(rhs_NK.shape)} (axis {rhs_NK.axis})."
+        )
+    one = MXArray(rhs_NK.data[None], rhs_NK.scales[None])
+
+    def dense(lhs: MXArray, rhs: MXArray) -> Array:
+        operands, contracted = (dequantize(lhs, dtype), dequantize(rhs, dtype)), (((1,), (1,)), ((), ()))
+        return lax.dot_general(*operands, contracted, preferred_element_type=jnp.float32).astype(dtype)
+
+    def kernel(lhs: MXArray, rhs: MXArray) -> Array:
+        del rhs
+        return _mosaic(lhs, one, jnp.full((1,), lhs.shape[0], jnp.int32), dtype=dtype)
+
+    if implementation == "mosaic":
+        return kernel(lhs_RK, rhs_NK)
+    if implementation == "auto" and has_hardware() and _reason_against(one, dtype) is None:
+        return lax.platform_dependent(lhs_RK, rhs_NK, default=dense, cuda=kernel)
+    return dense(lhs_RK, rhs_NK)
+
+
 def has_hardware() -> bool:
     """Whether programs traced now are meant for a GPU whose tensor cores take MXFP8 as it is."""
     chip = target()

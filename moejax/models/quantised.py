@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, PyTree
 
-from pallas_kernels import MXArray, dequantize, mx_grouped_gemm, quantize, quantize_rows, swiglu_quantize
+from pallas_kernels import MXArray, dequantize, mx_grouped_gemm, mx_matmul, quantize, quantize_rows, swiglu_quantize
 
 QUANTISED = "mxfp8"  # the name of values that are kept for the backward as they are, and not what they came from
 
@@ -45,6 +45,9 @@ class MXRecipe:
 
     def grouped_gemm(self, lhs: MXArray, rhs: MXArray, group_sizes: Array, dtype: Any) -> Array:
         return mx_grouped_gemm(lhs, rhs, group_sizes, dtype=dtype, implementation=self.implementation)
+
+    def matmul(self, lhs: MXArray, rhs: MXArray, dtype: Any) -> Array:
+        return mx_matmul(lhs, rhs, dtype=dtype, implementation=self.implementation)
 
 
 @functools.partial(
@@ -117,23 +120,17 @@ def mx_linear(
 def _linear_forward(x: Array, weight: Array, quantised: QuantisedWeight, recipe: MXRecipe) -> tuple[Array, Any]:
     rows = x.reshape(-1, x.shape[-1])
     x_q = recipe.quantize(rows)
-    y = _product(x_q, quantised.forward, recipe, x.dtype)
+    y = recipe.matmul(x_q, quantised.forward, x.dtype)
     return y.reshape(*x.shape[:-1], -1), (x_q, weight, quantised)
 
 
 def _linear_backward(recipe: MXRecipe, residuals: Any, grad: Array) -> tuple[Array, Array, None]:
     x_q, weight, quantised = residuals
     rows = grad.reshape(-1, grad.shape[-1])
-    dx = _product(recipe.quantize(rows), quantised.backward, recipe, grad.dtype)
+    dx = recipe.matmul(recipe.quantize(rows), quantised.backward, grad.dtype)
     contracted = (((0,), (0,)), ((), ()))
     dw = lax.dot_general(dequantize(x_q, grad.dtype), rows, contracted, preferred_element_type=jnp.float32)
     return dx.reshape(*grad.shape[:-1], -1), dw.reshape(weight.shape).astype(weight.dtype), None
-
-
-def _product(lhs: MXArray, rhs: MXArray, recipe: MXRecipe, dtype: Any) -> Array:
-    """The grouped product with one group."""
-    one = MXArray(rhs.data[None], rhs.scales[None])
-    return recipe.grouped_gemm(lhs, one, jnp.full((1,), lhs.shape[0], jnp.int32), dtype)
 
 
 mx_linear.defvjp(_linear_forward, _linear_backward)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_gemm import grouped_gemm_reference
-from pallas_kernels.mx_grouped_gemm import _emulated, mx_grouped_gemm
+from pallas_kernels.mx_grouped_gemm import _emulated, mx_grouped_gemm, mx_matmul
 from pallas_kernels.mxfp8 import MXArray, dequantize, quantize
 
 R, K, N, E = 48, 64, 40, 5
@@ -65,6 +65,16 @@ def test_both_emulations_are_one_product(dtype):
     error = 1e-5 if dtype == "float32" else 2.0**-7
     np.testing.assert_allclose(tiles, whole, rtol=error, atol=error)
     np.testing.assert_allclose(tiles[:44], expected(lhs, rhs, sizes)[:44], rtol=error, atol=error * np.abs(whole).max())
+
+
+def test_one_group_is_a_matrix_product():
+    lhs, rhs = operands(2)
+    one = jax.tree.map(lambda x: x[0], rhs)
+    out = jax.jit(lambda a, b: mx_matmul(a, b, dtype=jnp.float32))(lhs, one)
+    exact = np.asarray(dequantize(lhs), np.float64) @ np.asarray(dequantize(one), np.float64).T
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=2e-6 * np.abs(exact).max())
+    with pytest.raises(ValueError, match=r"lhs \[R, K\] and rhs \[N, K\]"):
+        mx_matmul(lhs, rhs, dtype=jnp.float32)
 
 
 def test_bfloat16_holds_the_operands_exactly():
