@@ -58,6 +58,7 @@ class AttentionImplementation(enum.StrEnum):
     auto = "auto"  # cuDNN flash attention where the platform is a GPU, XLA elsewhere
     xla = "xla"
     cudnn = "cudnn"
+    blocks = "blocks"  # flash attention in plain JAX: no S x S scores, on any platform
 
 
 # Values that are no Python names, so the functional form: ScheduleName("1f1b").
@@ -90,9 +91,24 @@ class Recompute(enum.StrEnum):
     named = "named"  # as block, but keep the regions that parallel.regions keeps
 
 
+class Strategy(enum.StrEnum):
+    """Which devices hold what."""
+
+    resident = "resident"  # experts stay on their devices and tokens travel; the rest is whole on every device
+    fsdp = "fsdp"  # every weight is cut over dp and ep and gathered layer by layer; tokens stay
+
+
 class Region(enum.StrEnum):
     keep = "keep"
     recompute = "recompute"
+
+
+class Best(enum.StrEnum):
+    """What makes one checkpoint better than another: the lower, the better."""
+
+    none = "none"
+    loss = "loss"  # of the step that was saved, on its own batch
+    held_out_loss = "held_out_loss"  # of an evaluation at that step
 
 
 class Dtype(enum.StrEnum):
@@ -130,7 +146,8 @@ class AttentionConfig:
     )
     full_last: bool = option(True, "With a window pattern: full attention in the last layer all the same.")
     implementation: AttentionImplementation = option(
-        AttentionImplementation.auto, "Attention kernel: auto, xla, or cudnn (GPU, bf16)."
+        AttentionImplementation.auto,
+        "Attention kernel: auto, xla, cudnn (GPU, bf16), or blocks (no S x S scores, any platform).",
     )
 
 
@@ -215,6 +232,10 @@ class ParallelConfig:
     mesh: str = option(
         "dp=1", "Devices by axis, e.g. dp=2,ep=8,pp=4, any order, absent axes are 1; the product is the device count."
     )
+    strategy: Strategy = option(
+        Strategy.resident,
+        "resident: experts stay, tokens travel; fsdp: all weights cut over dp and ep, gathered layer by layer (pp=1).",
+    )
     experts: ExpertsConfig = option(ExpertsConfig(), "Expert parallelism.")
     pipeline: PipelineConfig = option(PipelineConfig(), "Pipeline parallelism and gradient accumulation.")
     recompute: Recompute = option(
@@ -252,6 +273,9 @@ class TrainConfig:
     seed: int = option(0, "Seed of the initial weights and of random routing.")
     eval_every: int = option(0, "Steps between evaluations on held-out text; 0: only at the end.")
     eval_batches: int = option(4, "Batches per evaluation; 0: no evaluation at all.")
+    init_from: str | None = option(
+        None, "Run folder, or one of its checkpoints, whose weights a new run begins with; null: fresh ones."
+    )
     profile: tuple[int, ...] = option(
         (), "Two steps, start and stop, of a profiler trace written into the run folder; empty: none."
     )
@@ -280,6 +304,13 @@ class OptimizerConfig:
 class CheckpointConfig:
     every: int = option(100, "Steps between checkpoints; 0: only at the end and on interruption.")
     keep: int = option(2, "Newest checkpoints kept.")
+    keep_every: int = option(0, "Checkpoints of steps that are a multiple of this are kept for good; 0: none are.")
+    best: Best = option(
+        Best.none, "Keep the checkpoint with the lowest loss or held_out_loss too; none: only those that keep holds."
+    )
+    fall_back: bool = option(
+        False, "Go on from the newest whole checkpoint where the last one is damaged; false: stop and say so."
+    )
 
 
 @dataclass(frozen=True)
@@ -347,6 +378,7 @@ def validate(config: Config) -> Config:
         "optimizer.schedule.warmup_steps": config.optimizer.schedule.warmup_steps,
         "optimizer.schedule.decay_steps": config.optimizer.schedule.decay_steps,
         "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "train.eval_every": config.train.eval_every,
         "train.eval_batches": config.train.eval_batches,
     }
@@ -379,6 +411,12 @@ def validate(config: Config) -> Config:
         require(width is None or width > 0, f"{name}={width} must be greater than 0, or null for its default.")
     validate_moe(model.moe)
     validate_experts(config.parallel.experts)
+    transport = config.parallel.experts.transport
+    require(
+        config.parallel.strategy != Strategy.fsdp or transport in (Transport.auto, Transport.local),
+        f"parallel.experts.transport={transport} carries tokens to experts, and under parallel.strategy=fsdp every "
+        "device has all experts; set transport=auto, or strategy=resident.",
+    )
     validate_mxfp8(config)
     for name, beta in zip(("first", "second"), config.optimizer.betas, strict=True):
         require(0 <= beta < 1, f"optimizer.betas: the {name}, {beta}, is not in [0, 1).")
@@ -413,7 +451,7 @@ def validate(config: Config) -> Config:
     )
     require(
         pipe.stash != Stash.named or recompute != Recompute.block,
-        "parallel.pipeline.stash=named keeps what parallel.regions says, and parallel.recompute=block nothing; "
+        f"parallel.pipeline.stash=named keeps what parallel.regions says, and parallel.recompute={recompute} nothing; "
         "set recompute=named.",
     )
     require(pipe.chunks is None or pipe.chunks > 0, f"parallel.pipeline.chunks={pipe.chunks} must be greater than 0.")
@@ -423,6 +461,14 @@ def validate(config: Config) -> Config:
         f"train.batch_tokens={batch} is not a multiple of data.sequence_length={length} times "
         f"parallel.pipeline.microbatches={parts}; "
         f"the nearest that is: {max(1, round(batch / (length * parts))) * length * parts}.",
+    )
+    saves, evaluations = config.checkpoint.every, config.train.eval_every
+    require(
+        config.checkpoint.best != Best.held_out_loss
+        or (config.train.eval_batches > 0 and not (evaluations == 0 and saves or evaluations and saves % evaluations)),
+        f"checkpoint.best=held_out_loss compares evaluations at the steps that are saved, and with checkpoint.every="
+        f"{saves}, train.eval_every={evaluations}, train.eval_batches={config.train.eval_batches} some have none; "
+        f"set train.eval_every={saves or 'N'} and train.eval_batches above 0.",
     )
     profile = config.train.profile
     require(

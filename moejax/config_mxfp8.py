@@ -94,6 +94,11 @@ def validate_mxfp8(config: "Config") -> None:
         )
         return
     require(
+        config.parallel.strategy.value != "fsdp",
+        "precision.mxfp8 keeps its copies of a weight whole, and parallel.strategy=fsdp cuts every weight; set "
+        "strategy=resident, or leave MXFP8 off.",
+    )
+    require(
         mx.experts == Format.off or model.n_moe_layers > 0,
         "precision.mxfp8.experts=mxfp8 has no experts to be about, since every layer is dense; set it to off.",
     )

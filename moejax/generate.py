@@ -29,7 +29,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that hold this probability")
     parser.add_argument("--stop", action="append", default=[], help="text to end before; again for more")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--mesh", default="dp=1", help="devices by axis, e.g. dp=2,ep=4 (default: one)")
+    parser.add_argument(
+        "--mesh",
+        default="dp=1",
+        help="any mesh, e.g. dp=2,ep=4: experts over ep, rows of the batch over all devices, pp as dp (default: one)",
+    )
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the run")
     parser.add_argument("--tokenizer", help='"bytes" or the path of a tokenizer.json; default: the run\'s own')

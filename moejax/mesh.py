@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from moejax.config import Config, Transport
+from moejax.config import Config, Strategy, Transport
 from moejax.errors import UserError
 
 AXES = ("pp", "dp", "ep")  # outermost first
@@ -71,7 +71,10 @@ def problem(config: Config, shape: MeshShape) -> str | None:
     experts, layers = config.model.moe.num_experts, config.model.n_layers
     sequences = config.train.batch_tokens // config.data.sequence_length
     parts = config.parallel.pipeline.microbatches
-    if config.model.n_moe_layers and experts % shape.ep:
+    fsdp = config.parallel.strategy == Strategy.fsdp
+    if fsdp and shape.pp > 1:
+        return f"parallel.strategy=fsdp cuts every layer over dp and ep and needs pp=1, not pp={shape.pp}"
+    if config.model.n_moe_layers and experts % shape.ep and not fsdp:
         return f"ep={shape.ep} does not divide model.moe.num_experts={experts}"
     if shape.pp > layers:
         return f"pp={shape.pp} is more stages than model.n_layers={layers}"
@@ -111,7 +114,8 @@ def check_fit(config: Config, shape: MeshShape) -> None:
         others = nearest(config, shape)
         hint = f"; near it these fit: {' or '.join(map(str, others))}" if others else ""
         raise UserError(f"The mesh {shape} does not fit: {reason}{hint}.")
-    if config.parallel.experts.transport == Transport.local and shape.ep > 1:
+    resident = config.parallel.strategy == Strategy.resident
+    if config.parallel.experts.transport == Transport.local and shape.ep > 1 and resident:
         raise UserError(
             f"parallel.experts.transport=local needs ep=1, and the mesh has ep={shape.ep}; use auto or rowwise."
         )

@@ -16,6 +16,22 @@ NOT_THE_MODEL = ("model.moe.router.lb_", "model.moe.router.z_loss", "model.z_los
 NOT_THE_MODEL += ("model.attention.implementation",)
 
 
+def changed_settings(old: dict[str, Any], config: Config) -> list[str]:
+    """`field: old -> new` for every setting that differs from `old`, a tree as it was saved.
+
+    A field that did not exist then had what is the default now.
+    """
+    return config_io.differences(
+        {**config_io.flatten(config_io.to_dict(Config())), **config_io.flatten(old)},
+        config_io.flatten(config_io.to_dict(config)),
+    )
+
+
+def other_model(changed: list[str]) -> list[str]:
+    """Those of the changed settings that make the weights those of another model."""
+    return [line for line in changed if line.startswith("model.") and not line.startswith(NOT_THE_MODEL)]
+
+
 class RunFolder:
     """The folder of one run, held by one process at a time. Raises UserError: read-only, full, in use."""
 
@@ -53,13 +69,8 @@ class RunFolder:
                 f"{self._config_file}, the settings this run was started with, cannot be read; delete it if you are "
                 "sure of yours, or start anew with run.name=NAME."
             )
-        # a field that did not exist when the run was started had what is the default now
-        changed = config_io.differences(
-            {**config_io.flatten(config_io.to_dict(Config())), **config_io.flatten(old)},
-            config_io.flatten(config_io.to_dict(config)),
-        )
-        other = [line for line in changed if line.startswith("model.") and not line.startswith(NOT_THE_MODEL)]
-        if other:
+        changed = changed_settings(old, config)
+        if other := other_model(changed):
             raise UserError(
                 f"The run in {self.path} was started with another model ({'; '.join(other)}); give this one a name of "
                 "its own with run.name=NAME, or go back to the old settings."

@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 import moejax
 from moejax import config_io
 from moejax.accounting import parameter_counts
-from moejax.checkpoint.manager import Checkpoints
+from moejax.checkpoint.manager import Checkpoints, open_checkpoints
+from moejax.checkpoint.manifest import Manifest
+from moejax.checkpoint.saved_model import SavedModel
 from moejax.config import Config
 from moejax.data.loader import Loader, one_pass
 from moejax.data.packing import PackedWindows
@@ -35,10 +37,11 @@ from moejax.observe.profile import ProfiledSteps
 from moejax.observe.progress import Progress
 from moejax.observe.writers import open_writers
 from moejax.parallel import mxfp8
-from moejax.parallel.step import StepMetrics, TrainProgram
-from moejax.run_folder import RunFolder
+from moejax.parallel.step import PortableState, StepMetrics, TrainProgram, TrainState
+from moejax.run_folder import RunFolder, changed_settings, other_model
 from moejax.signals import Agreement, Interruption, signal_name
 from moejax.step_report import StepReport, plain_metrics
+from pallas_kernels import describe_implementation
 
 
 class Text(NamedTuple):
@@ -104,15 +107,18 @@ class Trainer:
                 if self.is_writer:
                     self.folder = RunFolder(config)
                     opened.callback(self.folder.close)
-                self.checkpoints = Checkpoints(path / "checkpoints", config.checkpoint.keep)
+                self.checkpoints = open_checkpoints(path / "checkpoints", config.checkpoint)
                 opened.callback(self.checkpoints.close)
             self.resumed_from = self._resume()
+            self.began_with = ""
             if self.resumed_from is None:
-                self.state = self.program.init()
+                self.state = self._begin()
             if self.folder:  # not before the old run has been taken up: a refusal changes nothing on disk
                 self.folder.write_config(config)
             self._opened = opened.pop_all()
         self._saved_step = self.resumed_from
+        self._last: StepMetrics | None = None
+        self._evaluated: tuple[int, float] | None = None  # step, held-out loss
         self.step_number = self.resumed_from or 0
 
     # --- one step at a time ----------------------------------------------------------------------------------------
@@ -126,6 +132,7 @@ class Trainer:
         batch = self.program.place_batch(next(self.text.batches))
         self.state, metrics = self.program.step(self.state, batch)
         self.step_number += 1
+        self._last = metrics
         return metrics
 
     def evaluate(self) -> float | None:
@@ -140,6 +147,7 @@ class Trainer:
             placed = self.program.place_batch(batch)
             loss, count = self.program.evaluate(self.state.params, placed, self.state.score_bias)
             total, tokens = total + float(loss), tokens + float(count)
+        self._evaluated = (self.step_number, total / tokens)
         return total / tokens
 
     def model(self) -> Transformer:
@@ -163,28 +171,53 @@ class Trainer:
             "data": self.text.batches.get_state(),
             "mesh": str(self.program.shape),
             "moejax": moejax.__version__,
+            "metrics": self._metrics_here(),
         }
         self.checkpoints.save(self.step_number, self.program.portable(self.state), record, wait=wait)
         self._saved_step = self.step_number
 
+    def _metrics_here(self) -> dict[str, float | None]:
+        """What `checkpoint.best` compares; None for what was not measured at this step."""
+        here = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_number else None
+        return {"loss": float(self._last.loss) if self._last else None, "held_out_loss": here}
+
     def _resume(self) -> int | None:
-        step = self.checkpoints.latest() if self.checkpoints else None
-        if self.checkpoints is None or step is None:
+        if self.checkpoints is None or self.checkpoints.latest() is None:
             return None
         if self.folder:
             self.changed = self.folder.changes(self.config)
-        target = self.program.portable_target()
-        saved = {name.split("/")[0] for name in self.checkpoints.read_manifest(step).tensors}
-        if "first_moment" in saved:
-            portable, record = self.checkpoints.restore(target)
-            self.state = self.program.from_portable(portable)
-        else:  # an imported model: weights alone, so the optimizer starts anew
-            wanted = {name: getattr(target, name) for name in ("master", "score_bias") if name in saved}
-            weights, record = self.checkpoints.restore(wanted, subset=True)
-            self.state = self.program.with_params(weights["master"], weights.get("score_bias"))
+        whole = self.program.portable_target()
+
+        def target(manifest: Manifest) -> Any:
+            saved = {name.split("/")[0] for name in manifest.tensors}
+            if "first_moment" in saved:
+                return whole
+            # an imported model: weights alone, so the optimizer starts anew
+            return {name: leaf for name, leaf in whole._asdict().items() if name in saved}
+
+        found, record = self.checkpoints.restore(target, fall_back=self.config.checkpoint.fall_back)
+        if isinstance(found, PortableState):
+            self.state = self.program.from_portable(found)
+        else:
+            self.state = self.program.with_params(found["master"], found.get("score_bias"))
         if record["data"] is not None:
             self.text.batches.set_state(record["data"])
         return int(self.state.step)
+
+    def _begin(self) -> TrainState:
+        """The state of a new run: fresh weights, or those of the run that `train.init_from` names."""
+        given = self.config.train.init_from
+        if given is None:
+            return self.program.init()
+        saved = SavedModel.at(given)
+        if other := other_model(changed_settings(saved.record["config"], self.config)):
+            raise UserError(
+                f"The weights in train.init_from={given} are those of another model ({'; '.join(other)}); "
+                f"take its settings, or other weights."
+            )
+        weights = saved.params(self.program.portable_target().master)
+        self.began_with = f"Weights of step {saved.step} of {saved.path}; the optimizer and the data begin anew."
+        return self.program.with_params(weights, saved.score_bias())
 
     # --- the whole run ---------------------------------------------------------------------------------------------
 
@@ -292,6 +325,11 @@ class Trainer:
                 f"{program.transport.name}, receive buffer {program.receive_buffer_rows():,} rows a device, "
                 f"overflow {c.parallel.experts.overflow.value}."
             )
+            widths = (c.model.d_model, c.model.moe.hidden)
+            yield (
+                "Expert products: grouped GEMM "
+                f"{describe_implementation(device.platform, c.precision.compute.value, widths)}."
+            )
             if program.shape.ep > 1:
                 yield program.choice.table()
         held_out = f"{len(self.text.held_out):,}" if self.text.held_out else "none"
@@ -306,6 +344,8 @@ class Trainer:
         )
         if self.changed:
             yield f"Settings changed since this run was last started: {'; '.join(self.changed)}."
+        if self.began_with:
+            yield self.began_with
         if self.resumed_from is not None:
             yield f"Resuming from step {self.resumed_from}."
 

@@ -1,13 +1,13 @@
 """Compiles the GPU kernels for GPUs that are not there, and reads from the compiler what became of them.
 
-    kernel x chip --a process of its own--> XLA for the absent chip --> Mosaic's PTX, ptxas's report --> one row
+    kernels x chip --a process of its own--> XLA for the absent chip --> Mosaic's PTX, ptxas's report --> one row
 
     python -m pallas_kernels.compile_only                          # every kernel for h200, b200 and b300
     python -m pallas_kernels.compile_only forward h200             # one
 
 What it proves: that the kernel fits the chip (registers, shared memory, no spills) and that it consists of the
 instructions it was written for. What it does not: numbers and speed. It needs XLA's CUDA plugin and ptxas (the `aot`
-extra) but no GPU and no driver. Each compilation runs in a process of its own: lowering that depends on the chip is
+extra) but no GPU and no driver. Each chip is compiled for in a process of its own: lowering that depends on the chip is
 cached for the process, and a kernel for the wrong chip can abort it.
 """
 
@@ -23,14 +23,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels.mx_compile_only import MX_KERNELS, described
 
-GROUPED_GEMM = ("forward", "data_gradient", "weight_gradient")
-KERNELS = (*GROUPED_GEMM, *MX_KERNELS)
+# swiglu: gate and up in one pass, SwiGLU at the end; swiglu_kept: up and gate come out as well, for training.
+GROUPED_GEMM = ("forward", "data_gradient", "weight_gradient", "swiglu", "swiglu_kept")
+KERNELS = (*GROUPED_GEMM, "top_k", *MX_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,11 @@ class CannotCompile(RuntimeError):
     """The compiler for absent GPUs is missing, or it refused the kernel; the message says which and why."""
 
 
+def kernels_of(chip: str) -> tuple[str, ...]:
+    """All that a chip can run: Hopper has no tensor cores for the MXFP8 product."""
+    return tuple(k for k in KERNELS if k != "mx_forward" or CHIPS[chip].architecture == "blackwell")
+
+
 def compile_row(
     kernel: str,
     chip: str,
@@ -78,25 +84,40 @@ def compile_row(
     architecture: str | None = None,
     stages: int | None = None,
 ) -> dict[str, Any]:
-    """Compile one kernel for one chip: [rows, width] x [groups, width, hidden] or one of its two gradients.
+    """Compile one kernel for one chip: [rows, width] x [groups, width, hidden], one of its two gradients, SwiGLU of
+    [rows, width] x [groups, width, 2 hidden], or the top 4 of logits [rows, groups].
 
     architecture, stages: another chip's kernel, another depth of its ring; for tests of what the compiler refuses.
 
     Keys of the row: kernel, chip, target (of the PTX, e.g. "sm_90a"), registers (a thread), spill_bytes, smem_bytes,
     tmem_columns, the counts of INSTRUCTIONS in the PTX, compile_seconds. Raises CannotCompile, ValueError for a name.
     """
-    if kernel not in KERNELS or chip not in CHIPS:
-        raise ValueError(f"There is no kernel {kernel!r} for {chip!r}: {', '.join(KERNELS)} for {', '.join(CHIPS)}.")
     options = dict(rows=rows, width=width, hidden=hidden, groups=groups, architecture=architecture, stages=stages)
-    with tempfile.TemporaryDirectory() as folder:
-        begin = time.perf_counter()
-        _in_a_process_of_its_own("_compile_kernel", kernel, chip, options, dump=folder)
-        seconds = round(time.perf_counter() - begin, 1)
-        ptx, ptxas, resources = (
-            "".join(path.read_text() for path in Path(folder).glob(f"*{suffix}"))
-            for suffix in (".ptx", ".ptxas", ".resources.txt")
+    return compile_rows((kernel,), chip, **options)[0]
+
+
+def compile_rows(kernels: Sequence[str], chip: str, **options: Any) -> list[dict[str, Any]]:
+    """`compile_row` of several kernels in one process: half of the time of one is the start of its process."""
+    unknown = [kernel for kernel in kernels if kernel not in KERNELS]
+    if unknown or chip not in CHIPS:
+        raise ValueError(
+            f"There is no kernel {(unknown or list(kernels))[0]!r} for {chip!r}: "
+            f"{', '.join(KERNELS)} for {', '.join(CHIPS)}."
         )
-    return {"kernel": kernel, "chip": chip, **read_report(ptx, ptxas, resources), "compile_seconds": seconds}
+    with tempfile.TemporaryDirectory() as folder:
+        printed = _in_a_process_of_its_own("_compile_kernels", list(kernels), chip, options, dump=folder)
+        seconds = json.loads(printed.splitlines()[-1])
+        reports = {
+            kernel: [
+                "".join(path.read_text() for path in Path(folder, kernel).glob(f"*{suffix}"))
+                for suffix in (".ptx", ".ptxas", ".resources.txt")
+            ]
+            for kernel in kernels
+        }
+    return [
+        {"kernel": kernel, "chip": chip, **read_report(*reports[kernel]), "compile_seconds": seconds[kernel]}
+        for kernel in kernels
+    ]
 
 
 def compile_layer_row(
@@ -154,14 +175,13 @@ def absent_devices(chip: str, count: int) -> list[Any]:
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_target_config(chip), topology=f"1x1x{count}"
+        platform="cuda", target_config=target_config(CHIPS[chip], f"NVIDIA {chip.upper()}"), topology=f"1x1x{count}"
     )
     return topology.devices
 
 
-def _target_config(chip: str) -> str:
-    """XLA's GpuTargetConfigProto, as text. The device's name decides what Pallas compiles for."""
-    own = CHIPS[chip]
+def target_config(own: Chip, name: str) -> str:
+    """XLA's GpuTargetConfigProto, as text. The device's name, e.g. "NVIDIA H200", decides what Pallas compiles for."""
     major, minor = own.capability
     return f"""
 gpu_device_info {{
@@ -176,7 +196,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {chip.upper()}"
+device_description_str: "{name}"
 """
 
 
@@ -197,17 +217,33 @@ def _in_a_process_of_its_own(function: str, *arguments: Any, dump: str = "") -> 
     return child.stdout
 
 
+def _compile_kernels(kernels: list[str], chip: str, **options: Any) -> None:
+    seconds, folder = {}, os.environ["MOSAIC_GPU_DUMP_TO"]
+    for kernel in kernels:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = os.path.join(folder, kernel)
+        os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])
+        begin = time.perf_counter()
+        _compile_kernel(kernel, chip, **options)
+        seconds[kernel] = round(time.perf_counter() - begin, 1)
+    print(json.dumps(seconds))
+
+
 def _compile_kernel(
     kernel: str,
     chip: str,
     *,
-    rows: int,
-    width: int,
-    hidden: int,
-    groups: int,
-    architecture: str | None,
-    stages: int | None,
+    rows: int = 8192,
+    width: int = 2048,
+    hidden: int = 1024,
+    groups: int = 64,
+    architecture: str | None = None,
+    stages: int | None = None,
 ) -> None:
+    if kernel == "top_k":
+        from pallas_kernels.routing_mosaic import top_k_mosaic
+
+        _compile(lambda logits, _: top_k_mosaic(logits, 4), chip, 1, [((rows, groups), "float32")], groups)
+        return
     if kernel in MX_KERNELS:
         function, operands = described(
             kernel, CHIPS[chip].num_sms, rows=rows, width=width, hidden=hidden, groups=groups
@@ -222,6 +258,10 @@ def _compile_kernel(
         options["tiles"] = dataclasses.replace(tiles, stages=stages)
     if kernel == "weight_gradient":
         function, shapes = getattr(module, f"grouped_gemm_weight_grad_{architecture}"), [(rows, width), (rows, hidden)]
+    elif kernel.startswith("swiglu"):
+        function = getattr(module, f"grouped_swiglu_{architecture}")
+        shapes = [(rows, width), (groups, width, 2 * hidden)]
+        options["keep"] = kernel == "swiglu_kept"
     else:
         transpose = kernel == "data_gradient"
         function = getattr(module, f"grouped_gemm_{architecture}")
@@ -236,20 +276,18 @@ def _compile_layer(
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.grouped_gemm import grouped_gemm
+    from pallas_kernels.grouped_swiglu import grouped_mlp
 
-    gemm = functools.partial(grouped_gemm, implementation=implementation)
+    def loss(x, up_gate, down, sizes):
+        y = grouped_mlp(x, up_gate, down, sizes, implementation=implementation)
+        return jnp.sum(y.astype(jnp.float32) ** 2)[None]
 
-    def loss(x, gate, up, down, sizes):
-        hidden_rows = jax.nn.silu(gemm(x, gate, sizes)) * gemm(x, up, sizes)
-        return jnp.sum(gemm(hidden_rows, down, sizes).astype(jnp.float32) ** 2)[None]
-
-    def layer(x, gate, up, down, sizes):
-        value, pullback = jax.vjp(lambda x, gate, up, down: loss(x, gate, up, down, sizes), x, gate, up, down)
+    def layer(x, up_gate, down, sizes):
+        value, pullback = jax.vjp(lambda x, up_gate, down: loss(x, up_gate, down, sizes), x, up_gate, down)
         return value, pullback(jnp.ones_like(value))
 
-    into, out_of = (experts, width, hidden), (experts, hidden, width)
-    compiled = _compile(layer, chip, devices, [(devices * rows, width), into, into, out_of], experts)
+    into, out_of = (experts, width, 2 * hidden), (experts, hidden, width)
+    compiled = _compile(layer, chip, devices, [(devices * rows, width), into, out_of], experts)
     memory = compiled.memory_analysis()
     calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
     report = {"argument_bytes": memory.argument_size_in_bytes, "temp_bytes": memory.temp_size_in_bytes}
@@ -285,10 +323,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         for chip in [arguments.chip] if arguments.chip else ["h200", "b200", "b300"]:
-            for kernel in [arguments.kernel] if arguments.kernel else KERNELS:
-                if kernel == "mx_forward" and CHIPS[chip].architecture != "blackwell" and not arguments.kernel:
-                    continue  # Hopper has no tensor cores for it
-                print(json.dumps(compile_row(kernel, chip)), flush=True)
+            for row in compile_rows([arguments.kernel] if arguments.kernel else kernels_of(chip), chip):
+                print(json.dumps(row), flush=True)
     except CannotCompile as error:
         print(error, file=sys.stderr)
         return 2

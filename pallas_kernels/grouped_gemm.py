@@ -3,19 +3,21 @@
     lhs_RD, rhs_EDF, group_sizes_E --check--> implementation --> out_RF
                                                  |-- loop    CPU, tiles of rows                 (grouped_gemm_cpu.py)
                                                  |-- mosaic  Hopper and Blackwell, bf16         (grouped_gemm_mosaic.py)
-                                                 `-- xla     lax.ragged_dot_general             (everything else)
+                                                 |-- xla     lax.ragged_dot_general             (everything else)
+                                                 `-- tokamax by request, if installed          (grouped_gemm_library.py)
     backward:  d lhs = grouped_gemm(d out, rhs read transposed)       d rhs = grouped_gemm_weight_grad(lhs, d out)
 
 Rows stand expert-major, as dispatch leaves them: group e owns rows [offset_e, offset_e + group_sizes[e]), offset_e
 being the sum of the sizes before it. Rows past the last group do not exist: whatever they hold, NaN included, reaches
 no result and no gradient, and they come out as zero.
 
-An implementation is a pair of functions in `_IMPLEMENTATIONS`; "auto" asks which platform the program is lowered for,
+An implementation is three functions in `_IMPLEMENTATIONS`; "auto" asks which platform the program is lowered for,
 so a program compiled on a CPU machine for an absent GPU takes the GPU's road. On CUDA that road is "mosaic" where the
 operands and the GPU have a kernel (bfloat16, D and F multiples of 64, compute capability 9.0 or 10.x), else "xla".
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,16 +25,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.grouped_gemm_cpu import grouped_gemm_loop, grouped_gemm_weight_grad_loop
+from pallas_kernels.grouped_gemm_library import (
+    grouped_gemm_tokamax,
+    grouped_gemm_weight_grad_tokamax,
+    grouped_gemm_weight_grad_xla,
+    grouped_gemm_xla,
+    require_tokamax,
+)
 from pallas_kernels.grouped_gemm_mosaic import (
     grouped_gemm_mosaic,
     grouped_gemm_weight_grad_mosaic,
+    grouped_swiglu_mosaic,
     reason_against,
     target,
 )
 
+DEBUG = "GROUPED_GEMM_DEBUG"
 _DTYPES = (jnp.float32.dtype, jnp.bfloat16.dtype)
 
 
@@ -44,20 +56,13 @@ def grouped_gemm(
     lhs_RD: [R, D], float32 or bfloat16, expert-major.
     rhs_EDF: [E, D, F] in the dtype of lhs; with `transpose_rhs` [E, F, D], read transposed, never copied whole.
     group_sizes_E: int32[E], rows per group; zeros allowed, sum at most R. Values are data: no recompilation, no check.
-    implementation: "auto" (what the platform compiled for does best), "loop", "mosaic" or "xla".
+    implementation: "auto" (what the platform compiled for does best), "loop", "mosaic", "xla" or "tokamax".
 
     Returns [R, F] in the dtype of lhs; products are summed in float32. Differentiable, twice as well, in lhs and rhs by
     reverse mode. Raises ValueError or TypeError, one sentence with the shapes, for operands that do not fit and for an
     implementation that does not exist.
     """
-    _check_implementation(implementation)
-    operands = f"lhs {_describe(lhs_RD)}, rhs {_describe(rhs_EDF)}, group_sizes {_describe(group_sizes_E)}"
-    layout = "[E, F, D] (transpose_rhs)" if transpose_rhs else "[E, D, F]"
-    if lhs_RD.ndim != 2 or rhs_EDF.ndim != 3 or group_sizes_E.ndim != 1:
-        raise ValueError(f"grouped_gemm takes lhs [R, D], rhs {layout} and group_sizes [E], got {operands}.")
-    if lhs_RD.shape[1] != rhs_EDF.shape[2 if transpose_rhs else 1] or rhs_EDF.shape[0] != group_sizes_E.shape[0]:
-        raise ValueError(f"D and E must agree in lhs [R, D], rhs {layout} and group_sizes [E], got {operands}.")
-    _check_dtypes("grouped_gemm", lhs_RD, rhs_EDF, group_sizes_E, operands)
+    check_operands("grouped_gemm", lhs_RD, rhs_EDF, group_sizes_E, transpose_rhs, implementation)
     return _gemm(lhs_RD, rhs_EDF, group_sizes_E, transpose_rhs, implementation)
 
 
@@ -70,10 +75,11 @@ def grouped_gemm_weight_grad(
     Returns [E, D, F] in the dtype of lhs, summed in float32. Errors as in `grouped_gemm`.
     """
     _check_implementation(implementation)
-    operands = f"lhs {_describe(lhs_RD)}, grad {_describe(grad_RF)}, group_sizes {_describe(group_sizes_E)}"
+    operands = f"lhs {describe(lhs_RD)}, grad {describe(grad_RF)}, group_sizes {describe(group_sizes_E)}"
     if lhs_RD.ndim != 2 or grad_RF.ndim != 2 or group_sizes_E.ndim != 1 or lhs_RD.shape[0] != grad_RF.shape[0]:
         raise ValueError(f"grouped_gemm_weight_grad takes lhs [R, D], grad [R, F] and group_sizes [E], got {operands}.")
     _check_dtypes("grouped_gemm_weight_grad", lhs_RD, grad_RF, group_sizes_E, operands)
+    check_group_sizes("grouped_gemm_weight_grad", group_sizes_E, lhs_RD.shape[0])
     return _weight_grad(lhs_RD, grad_RF, group_sizes_E, implementation)
 
 
@@ -113,55 +119,59 @@ def resolve_implementation(
     return _auto_on_cuda(dtype, *widths) if platform in ("cuda", "gpu") else _AUTO.get(platform, _AUTO_ELSEWHERE)
 
 
-def _grouped_gemm_xla(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, transpose_rhs: bool) -> Array:
-    dimensions = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2 if transpose_rhs else 1,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    out_RF = lax.ragged_dot_general(
-        lhs_RD, rhs, group_sizes_E, dimensions, preferred_element_type=jnp.dtype(jnp.float32)
-    )
-    # Both ends of the road by select: a backend may multiply the rows past the end, or leave them as they were.
-    return _zero_past_end(out_RF.astype(lhs_RD.dtype), group_sizes_E)
+def _swiglu_by(product: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+    """The product, and SwiGLU as XLA fuses it."""
 
+    def swiglu(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, keep: bool) -> tuple[Array, ...]:
+        up_gate_R2F = product(lhs_RD, rhs, group_sizes_E, transpose_rhs=False)
+        hidden_RF = swiglu_rows(up_gate_R2F)
+        return (hidden_RF, up_gate_R2F) if keep else (hidden_RF,)
 
-def _weight_grad_xla(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array) -> Array:
-    dimensions = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-    )
-    out_EDF = lax.ragged_dot_general(
-        _zero_past_end(lhs_RD, group_sizes_E),
-        _zero_past_end(grad_RF, group_sizes_E),
-        group_sizes_E,
-        dimensions,
-        preferred_element_type=jnp.dtype(jnp.float32),
-    )
-    return out_EDF.astype(lhs_RD.dtype)
+    return swiglu
 
 
 class _Implementation(NamedTuple):
     gemm: Callable[..., Array]  # (lhs_RD, rhs, group_sizes_E, *, transpose_rhs) -> out_RF
     weight_grad: Callable[..., Array]  # (lhs_RD, grad_RF, group_sizes_E) -> out_EDF
+    swiglu: Callable[..., tuple[Array, ...]]  # (lhs_RD, rhs_ED2F, group_sizes_E, *, keep) -> hidden_RF[, up_gate_R2F]
 
 
 _IMPLEMENTATIONS = {
-    "loop": _Implementation(grouped_gemm_loop, grouped_gemm_weight_grad_loop),
-    "mosaic": _Implementation(grouped_gemm_mosaic, grouped_gemm_weight_grad_mosaic),
-    "xla": _Implementation(_grouped_gemm_xla, _weight_grad_xla),
+    "loop": _Implementation(grouped_gemm_loop, grouped_gemm_weight_grad_loop, _swiglu_by(grouped_gemm_loop)),
+    "mosaic": _Implementation(grouped_gemm_mosaic, grouped_gemm_weight_grad_mosaic, grouped_swiglu_mosaic),
+    "xla": _Implementation(grouped_gemm_xla, grouped_gemm_weight_grad_xla, _swiglu_by(grouped_gemm_xla)),
+    "tokamax": _Implementation(
+        grouped_gemm_tokamax, grouped_gemm_weight_grad_tokamax, _swiglu_by(grouped_gemm_tokamax)
+    ),
 }
 _AUTO = {"cpu": "loop"}
 _AUTO_ELSEWHERE = "xla"
+
+
+def describe_implementation(platform: str, dtype: DTypeLike, widths: tuple[int, ...]) -> str:
+    """What "auto" takes on `platform` for this dtype and these D and F, and on a GPU why our kernels are not it."""
+    chosen = resolve_implementation("auto", platform, dtype=dtype, widths=widths)
+    if platform not in ("cuda", "gpu") or chosen == "mosaic":
+        return repr(chosen)
+    against = reason_against(jnp.dtype(dtype), *widths) or "needs a GPU of compute capability 9.0 or 10.x"
+    return f"{chosen!r}, since 'mosaic' {against}"
+
+
+def swiglu_rows(up_gate_R2F: Array) -> Array:
+    """up * silu(gate) in fp32, rounded to the dtype of the input. [..., 2F] -> [..., F]."""
+    up, gate = jnp.split(up_gate_R2F.astype(jnp.float32), 2, axis=-1)
+    return (up * jax.nn.silu(gate)).astype(up_gate_R2F.dtype)
 
 
 def _auto_on_cuda(dtype: DTypeLike, *widths: int) -> str:
     return "xla" if target() is None or reason_against(jnp.dtype(dtype), *widths) else "mosaic"
 
 
-def _run(road: str, implementation: str, *operands: Array, **options: bool) -> Array:
-    """Call `road` ("gemm" or "weight_grad") of an implementation; "auto" is settled when a platform is lowered for."""
+def run(road: str, implementation: str, *operands: Array, **options: bool) -> Any:
+    """Call `road` ("gemm", "weight_grad" or "swiglu") of an implementation; "auto" is settled when a platform is
+    lowered for."""
 
-    def of(name: str) -> Callable[..., Array]:
+    def of(name: str) -> Callable[..., Any]:
         return functools.partial(getattr(_IMPLEMENTATIONS[name], road), **options)
 
     if implementation != "auto":
@@ -179,7 +189,7 @@ def _run(road: str, implementation: str, *operands: Array, **options: bool) -> A
 def _gemm(lhs_RD: Array, rhs: Array, group_sizes_E: Array, transpose_rhs: bool, implementation: str) -> Array:
     if 0 in lhs_RD.shape or 0 in rhs.shape:
         return jnp.zeros((lhs_RD.shape[0], rhs.shape[1 if transpose_rhs else 2]), lhs_RD.dtype)
-    return _run("gemm", implementation, lhs_RD, rhs, group_sizes_E, transpose_rhs=transpose_rhs)
+    return run("gemm", implementation, lhs_RD, rhs, group_sizes_E, transpose_rhs=transpose_rhs)
 
 
 def _gemm_forward(lhs_RD: Array, rhs: Array, group_sizes_E: Array, transpose_rhs: bool, implementation: str) -> Any:
@@ -190,14 +200,14 @@ def _gemm_backward(transpose_rhs: bool, implementation: str, saved: tuple[Array,
     lhs_RD, rhs, group_sizes_E = saved
     lhs_grad_RD = _gemm(grad_RF, rhs, group_sizes_E, not transpose_rhs, implementation)
     factors = (grad_RF, lhs_RD) if transpose_rhs else (lhs_RD, grad_RF)
-    return lhs_grad_RD, _weight_grad(*factors, group_sizes_E, implementation), _no_gradient(group_sizes_E)
+    return lhs_grad_RD, _weight_grad(*factors, group_sizes_E, implementation), no_gradient(group_sizes_E)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _weight_grad(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array, implementation: str) -> Array:
     if 0 in lhs_RD.shape or 0 in grad_RF.shape or 0 in group_sizes_E.shape:
         return jnp.zeros((group_sizes_E.shape[0], lhs_RD.shape[1], grad_RF.shape[1]), lhs_RD.dtype)
-    return _run("weight_grad", implementation, lhs_RD, grad_RF, group_sizes_E)
+    return run("weight_grad", implementation, lhs_RD, grad_RF, group_sizes_E)
 
 
 def _weight_grad_forward(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array, implementation: str) -> Any:
@@ -208,20 +218,15 @@ def _weight_grad_backward(implementation: str, saved: tuple[Array, Array, Array]
     lhs_RD, grad_RF, group_sizes_E = saved
     lhs_cotangent_RD = _gemm(grad_RF, cotangent_EDF, group_sizes_E, True, implementation)
     grad_cotangent_RF = _gemm(lhs_RD, cotangent_EDF, group_sizes_E, False, implementation)
-    return lhs_cotangent_RD, grad_cotangent_RF, _no_gradient(group_sizes_E)
+    return lhs_cotangent_RD, grad_cotangent_RF, no_gradient(group_sizes_E)
 
 
 _gemm.defvjp(_gemm_forward, _gemm_backward)
 _weight_grad.defvjp(_weight_grad_forward, _weight_grad_backward)
 
 
-def _no_gradient(group_sizes_E: Array) -> np.ndarray:
+def no_gradient(group_sizes_E: Array) -> np.ndarray:
     return np.zeros(group_sizes_E.shape, jax.dtypes.float0)
-
-
-def _zero_past_end(rows_RD: Array, group_sizes_E: Array) -> Array:
-    exists = lax.broadcasted_iota(jnp.int32, (rows_RD.shape[0], 1), 0) < jnp.sum(group_sizes_E)
-    return jnp.where(exists, rows_RD, jnp.zeros((), rows_RD.dtype))
 
 
 def _group_rows(group_sizes_E: ArrayLike) -> list[slice]:
@@ -229,10 +234,45 @@ def _group_rows(group_sizes_E: ArrayLike) -> list[slice]:
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+def check_operands(
+    op: str, lhs_RD: Array, rhs_EDF: Array, group_sizes_E: Array, transpose_rhs: bool, implementation: str
+) -> None:
+    """Raises what `grouped_gemm` says it raises; `op` is whose operands these are."""
+    _check_implementation(implementation)
+    operands = f"lhs {describe(lhs_RD)}, rhs {describe(rhs_EDF)}, group_sizes {describe(group_sizes_E)}"
+    layout = "[E, F, D] (transpose_rhs)" if transpose_rhs else "[E, D, F]"
+    if lhs_RD.ndim != 2 or rhs_EDF.ndim != 3 or group_sizes_E.ndim != 1:
+        raise ValueError(f"{op} takes lhs [R, D], rhs {layout} and group_sizes [E], got {operands}.")
+    if lhs_RD.shape[1] != rhs_EDF.shape[2 if transpose_rhs else 1] or rhs_EDF.shape[0] != group_sizes_E.shape[0]:
+        raise ValueError(f"D and E must agree in lhs [R, D], rhs {layout} and group_sizes [E], got {operands}.")
+    _check_dtypes(op, lhs_RD, rhs_EDF, group_sizes_E, operands)
+    check_group_sizes(op, group_sizes_E, lhs_RD.shape[0])
+
+
+def check_group_sizes(op: str, group_sizes_E: Array, rows: int) -> None:
+    """With GROUPED_GEMM_DEBUG=1 in the environment sizes are looked at on the host whenever the op runs, and a negative
+    one, or a sum above the rows, raises ValueError; out of a compiled program, JaxRuntimeError with its sentence.
+    """
+    if os.environ.get(DEBUG, "0") in ("", "0"):
+        return
+
+    def look(sizes_E: np.ndarray) -> None:
+        sizes = np.asarray(sizes_E).tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) > rows:
+            raise ValueError(
+                f"{op} takes group_sizes that are not negative and sum to at most the {rows} rows of lhs, got {sizes} "
+                f"with sum {sum(sizes)}."
+            )
+
+    look(group_sizes_E) if not isinstance(group_sizes_E, Tracer) else jax.debug.callback(look, group_sizes_E)
+
+
 def _check_implementation(implementation: str) -> None:
     if implementation != "auto" and implementation not in _IMPLEMENTATIONS:
         names = ", ".join(repr(name) for name in ("auto", *_IMPLEMENTATIONS))
         raise ValueError(f"grouped_gemm has no implementation {implementation!r}: use one of {names}.")
+    if implementation == "tokamax":
+        require_tokamax()
 
 
 def _check_dtypes(op: str, first: Array, second: Array, group_sizes_E: Array, operands: str) -> None:
@@ -242,5 +282,5 @@ def _check_dtypes(op: str, first: Array, second: Array, group_sizes_E: Array, op
         raise TypeError(f"{op} takes group_sizes as int32, got {operands}.")
 
 
-def _describe(array: Array) -> str:
+def describe(array: Array) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"

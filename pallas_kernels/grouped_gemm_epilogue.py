@@ -57,6 +57,27 @@ def store_rows(
                 rows //= 2
 
 
+def store_gated(
+    up: Callable[[int], Array], gate: Callable[[int], Array], width: int, outs: tuple[Any, ...], *place: Any
+) -> None:
+    """SwiGLU of a tile to outs[0], [R, F]; if there is an outs[1], [R, 2F], up and gate to its halves.
+
+    place: row, begin, end, column, whole, part of `store_rows`. Up and gate are rounded to the dtype of the result
+    before they are multiplied, so that hidden rows recomputed from what was kept are the same to the bit.
+    """
+    row, begin, end, column, *stores = place
+    dtype = stores[0].dtype
+
+    def hidden(first: int) -> Array:
+        up_, gate_ = (half(first).astype(dtype).astype(jnp.float32) for half in (up, gate))
+        return up_ * gate_ / (1.0 + jnp.exp(-gate_))
+
+    store_rows(hidden, width, outs[0], row, begin, end, column, *stores)
+    if len(outs) > 1:
+        store_rows(up, width, outs[1], row, begin, end, column, *stores)
+        store_rows(gate, width, outs[1], row, begin, end, outs[0].shape[1] + column, *stores)
+
+
 def _store_bit(out: Any, row: Array, begin: Array, count: Array, column: Array, rows: int, part: Any) -> None:
     """The copy of `rows` rows, if `count` has that bit; the rows before it are those of the higher bits."""
 

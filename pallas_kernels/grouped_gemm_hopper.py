@@ -21,13 +21,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_gemm_epilogue import OPERAND, SWIZZLE, await_last, keep_rows, store_rows, store_tile
-from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, fit_columns, group_steps, row_tiles
+from pallas_kernels.grouped_gemm_epilogue import (
+    OPERAND,
+    SWIZZLE,
+    await_last,
+    keep_rows,
+    store_gated,
+    store_rows,
+    store_tile,
+)
+from pallas_kernels.grouped_gemm_tiles import OCTET, GroupSteps, RowTiles, Tiles, fit_columns, group_steps, row_tiles
+from pallas_kernels.grouped_gemm_walk import Product, Tile, product, walk_groups, walk_rows
 
 COMPUTE_WARPGROUPS = 2
 _MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232  # a thread; 40 + 2 * 232 = 3 * 168 = what 384 threads may hold
-_WGMMA_ROWS = 64
 
 GEMM_TILES = Tiles(rows=128, columns=256, depth=64, stages=4)
 WEIGHT_GRAD_TILES = Tiles(rows=128, columns=256, depth=64, stages=4)
@@ -47,87 +55,115 @@ def grouped_gemm_hopper(
 
     bfloat16; D and F multiples of 64, R of 8 (TMA sees arrays in swizzled tiles of 8 x 64). Checked by the caller.
     """
-    rows, depth = lhs_RD.shape
-    num_groups, width = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    tiles = fit_columns(tiles, width, at_least=SWIZZLE)
-    schedule = row_tiles(group_sizes_E, rows, tiles.rows)
-    column_tiles, steps = pl.cdiv(width, tiles.columns), pl.cdiv(depth, tiles.depth)
+    shape = product(lhs_RD, rhs, transpose_rhs=transpose_rhs, parts=1, tiles=tiles)
+    name = "grouped_gemm_transposed_hopper" if transpose_rhs else "grouped_gemm_hopper"
+    widths = (shape.width,)
+    return _forward(lhs_RD, rhs, group_sizes_E, shape, widths, name, num_sms, interpret, transpose_rhs)[0]
 
-    def kernel(groups, octets, begins, ends, total, lhs, rhs, out, lhs_smem, rhs_smem, whole, part, loaded, consumed):
+
+def grouped_swiglu_hopper(
+    lhs_RD: Array,
+    rhs: Array,
+    group_sizes_E: Array,
+    *,
+    keep: bool,
+    num_sms: int,
+    tiles: Tiles = GEMM_TILES,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """`grouped_swiglu` on Hopper; rhs is [E, D, 2F], up before gate. Returns hidden [R, F], and up_gate if `keep`.
+
+    A tile is 128 columns of up and the 128 of gate that belong to them, in two accumulators of one warpgroup.
+    """
+    shape = product(lhs_RD, rhs, transpose_rhs=False, parts=2, tiles=tiles)
+    widths = (shape.width, 2 * shape.width) if keep else (shape.width,)
+    return _forward(lhs_RD, rhs, group_sizes_E, shape, widths, "grouped_swiglu_hopper", num_sms, interpret, False)
+
+
+def _forward(
+    lhs_RD: Array,
+    rhs: Array,
+    group_sizes_E: Array,
+    shape: Product,
+    widths: tuple[int, ...],
+    name: str,
+    num_sms: int,
+    interpret: Any,
+    transpose_rhs: bool,
+) -> tuple[Array, ...]:
+    """Results [R, width] each: the product, or what `store_gated` makes of two parts."""
+    tiles, parts, part_columns = shape.tiles, shape.parts, shape.part_columns
+    own_rows = tiles.rows // COMPUTE_WARPGROUPS
+
+    def kernel(groups, octets, begins, ends, total, lhs, rhs, *refs):
+        outs, (lhs_smem, rhs_smem, whole, part, loaded, consumed) = refs[: len(widths)], refs[len(widths) :]
+        schedule = RowTiles(groups, octets, begins, ends, total)
         warpgroup = lax.axis_index("warpgroup")
-
-        def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> Array:
-            """Returns the steps of all tiles together."""
-            loop_over = plgpu.nd_loop((total[0] * column_tiles,), collective_axes="sm", init_carry=jnp.int32(0))
-
-            def tile(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
-                slot, column = plgpu.planar_snake(loop.index[0], (total[0], column_tiles), 0, tiles.panel)
-                tile_steps = jnp.where(groups[slot] < num_groups, jnp.int32(steps), jnp.int32(0))
-                start = octets[slot] * OCTET
-                body(slot, start, column * tiles.columns, tile_steps, carry)
-                return carry + tile_steps
-
-            return loop_over(tile)
 
         @pl.when(warpgroup == _MEMORY_WARPGROUP)
         def _load() -> None:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-            def tile(slot, start, column, tile_steps, done):
-                group = groups[slot]
+            def load(tile: Tile) -> None:
+                group = groups[tile.index]
 
                 def step(k, _):
-                    stage = lax.rem(done + k, jnp.int32(tiles.stages))
-                    pl.when(done + k >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+                    stage = lax.rem(tile.done + k, jnp.int32(tiles.stages))
+                    pl.when(tile.done + k >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
                     in_depth = pl.ds(k * tiles.depth, tiles.depth)
-                    in_width = pl.ds(column, tiles.columns)
-                    from_rhs = (group, in_width, in_depth) if transpose_rhs else (group, in_depth, in_width)
-                    from_lhs = (pl.ds(start, tiles.rows), in_depth)
+                    from_lhs = (pl.ds(tile.row, tiles.rows), in_depth)
                     plgpu.copy_gmem_to_smem(lhs.at[from_lhs], lhs_smem.at[stage], loaded.at[stage])
-                    plgpu.copy_gmem_to_smem(rhs.at[from_rhs], rhs_smem.at[stage], loaded.at[stage])
+                    for n in range(parts):
+                        in_width = pl.ds(n * shape.width + tile.column, part_columns)
+                        from_rhs = (group, in_width, in_depth) if transpose_rhs else (group, in_depth, in_width)
+                        plgpu.copy_gmem_to_smem(rhs.at[from_rhs], rhs_smem.at[stage, n], loaded.at[stage])
 
-                lax.fori_loop(0, tile_steps, step, None)
+                lax.fori_loop(0, tile.steps, step, None)
 
-            await_last(consumed, for_each_tile(tile), tiles.stages)
+            await_last(consumed, walk_rows(schedule, shape, load)[0], tiles.stages)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            own_rows = tiles.rows // COMPUTE_WARPGROUPS
             own = warpgroup * own_rows
 
-            def tile(slot, start, column, tile_steps, done):
-                def multiply(stage: Array, step: Array, acc: Any) -> None:
+            def compute(tile: Tile) -> None:
+                def multiply(stage: Array, step: Array, accs: tuple[Any, ...]) -> None:
                     del step
-                    right = rhs_smem.at[stage]
                     left = lhs_smem.at[stage, pl.ds(own, own_rows)]
-                    plgpu.wgmma(acc, left, right.transpose((1, 0)) if transpose_rhs else right)
+                    for n, acc in enumerate(accs):
+                        right = rhs_smem.at[stage, n]
+                        plgpu.wgmma(acc, left, right.transpose((1, 0)) if transpose_rhs else right)
 
-                acc = _accumulate((own_rows, tiles.columns), multiply, loaded, consumed, done, tile_steps, tiles.stages)
-                own_start = start + own
-                begin, end = begins[slot] - own_start, ends[slot] - own_start
+                sums = _accumulate((own_rows, part_columns), parts, multiply, loaded, consumed, tile, tiles.stages)
+                row = tile.row + own
+                place = (row, begins[tile.index] - row, ends[tile.index] - row, tile.column)
                 stores = whole.at[warpgroup], part.at[warpgroup]
-                store_rows(_columns(acc), tiles.columns, out, own_start, begin, end, column, *stores)
+                if parts == 1:
+                    store_rows(_columns(sums[0]), part_columns, outs[0], *place, *stores)
+                else:
+                    # Rounded at once: 128 registers of sums become 64. Else keeping up and gate spilled 1,992 bytes.
+                    up, gate = (_columns(x.astype(lhs_RD.dtype)) for x in sums)
+                    store_gated(up, gate, part_columns, outs, *place, *stores)
 
-            for_each_tile(tile)
+            walk_rows(schedule, shape, compute)
             plgpu.wait_smem_to_gmem(0)
 
-    own_rows = tiles.rows // COMPUTE_WARPGROUPS
-    right_shape = (tiles.columns, tiles.depth) if transpose_rhs else (tiles.depth, tiles.columns)
+    right_shape = (part_columns, tiles.depth) if transpose_rhs else (tiles.depth, part_columns)
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows, width), lhs_RD.dtype),
+        out_type=[jax.ShapeDtypeStruct((shape.rows, width), lhs_RD.dtype) for width in widths],
         scratch_types=[
             plgpu.SMEM((tiles.stages, tiles.rows, tiles.depth), lhs_RD.dtype, transforms=OPERAND),
-            plgpu.SMEM((tiles.stages, *right_shape), lhs_RD.dtype, transforms=OPERAND),
+            plgpu.SMEM((tiles.stages, parts, *right_shape), lhs_RD.dtype, transforms=OPERAND),
             plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, SWIZZLE), lhs_RD.dtype, transforms=OPERAND),
             plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, SWIZZLE), lhs_RD.dtype),
-            *_ring_barriers(tiles.stages),
+            *_ring_barriers(tiles.stages, copies=1 + parts),
         ],
-        kernel_name="grouped_gemm_transposed_hopper" if transpose_rhs else "grouped_gemm_hopper",
+        kernel_name=name,
         interpret=interpret,
         **_launch(num_sms),
-    )(*schedule, lhs_RD, rhs)
+    )(*row_tiles(group_sizes_E, shape.rows, tiles.rows), lhs_RD, rhs)
 
 
 def grouped_gemm_weight_grad_hopper(
@@ -152,54 +188,38 @@ def grouped_gemm_weight_grad_hopper(
 
     def kernel(octets, begins, ends, steps, lhs, grad, out, lhs_smem, grad_smem, whole, loaded, consumed, masked):
         warpgroup = lax.axis_index("warpgroup")
-
-        def for_each_tile(body: Callable[[Array, Array, Array, Array, Array], None]) -> Array:
-            """Returns the steps of all tiles together."""
-            grid = (num_groups, row_blocks * column_tiles)
-
-            loop_over = plgpu.nd_loop(grid, collective_axes="sm", init_carry=jnp.int32(0))
-
-            def tile(loop: plgpu.NDLoopInfo, carry: Array) -> Array:
-                group, tile = loop.index
-                block, column = plgpu.planar_snake(tile, (row_blocks, column_tiles), 0, tiles.panel)
-                row = block * tiles.rows
-                body(group, row, column * tiles.columns, steps[group], carry)
-                return carry + steps[group]
-
-            return loop_over(tile)
+        groups = GroupSteps(octets, begins, ends, steps)
+        walk = functools.partial(walk_groups, groups, num_groups, row_blocks, column_tiles, tiles)
 
         @pl.when(warpgroup == _MEMORY_WARPGROUP)
         def _load() -> None:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-            def tile(group, row, column, tile_steps, done):
-                start = octets[group] * OCTET
+            def load(tile: Tile) -> None:
+                start = octets[tile.index] * OCTET
 
                 def step(k, _):
-                    stage = lax.rem(done + k, jnp.int32(tiles.stages))
-                    pl.when(done + k >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+                    stage = lax.rem(tile.done + k, jnp.int32(tiles.stages))
+                    pl.when(tile.done + k >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
                     contracted = pl.ds(start + k * tiles.depth, tiles.depth)
-                    plgpu.copy_gmem_to_smem(
-                        lhs.at[contracted, pl.ds(row, tiles.rows)], lhs_smem.at[stage], loaded.at[stage]
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        grad.at[contracted, pl.ds(column, tiles.columns)], grad_smem.at[stage], loaded.at[stage]
-                    )
+                    from_lhs, from_grad = pl.ds(tile.row, tiles.rows), pl.ds(tile.column, tiles.columns)
+                    plgpu.copy_gmem_to_smem(lhs.at[contracted, from_lhs], lhs_smem.at[stage], loaded.at[stage])
+                    plgpu.copy_gmem_to_smem(grad.at[contracted, from_grad], grad_smem.at[stage], loaded.at[stage])
 
-                lax.fori_loop(0, tile_steps, step, None)
+                lax.fori_loop(0, tile.steps, step, None)
 
-            await_last(consumed, for_each_tile(tile), tiles.stages)
+            await_last(consumed, walk(load)[0], tiles.stages)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             own = warpgroup * own_rows
 
-            def tile(group, row, column, tile_steps, done):
-                def multiply(stage: Array, step: Array, acc: Any) -> None:
+            def compute(tile: Tile) -> None:
+                def multiply(stage: Array, step: Array, accs: tuple[Any, ...]) -> None:
                     left = lhs_smem.at[stage, :, pl.ds(own, own_rows)]
-                    step_start = octets[group] * OCTET + step * tiles.depth
-                    begin, end = begins[group] - step_start, ends[group] - step_start
+                    step_start = octets[tile.index] * OCTET + step * tiles.depth
+                    begin, end = begins[tile.index] - step_start, ends[tile.index] - step_start
 
                     @pl.when((begin > 0) | (end < tiles.depth))
                     def _mask() -> None:
@@ -211,12 +231,13 @@ def grouped_gemm_weight_grad_hopper(
                         plgpu.barrier_arrive(masked)
                         plgpu.barrier_wait(masked)
 
-                    plgpu.wgmma(acc, left.transpose((1, 0)), grad_smem.at[stage])
+                    plgpu.wgmma(accs[0], left.transpose((1, 0)), grad_smem.at[stage])
 
-                acc = _accumulate((own_rows, tiles.columns), multiply, loaded, consumed, done, tile_steps, tiles.stages)
-                store_tile(_columns(acc), tiles.columns, out.at[group], row + own, column, whole.at[warpgroup])
+                (acc,) = _accumulate((own_rows, tiles.columns), 1, multiply, loaded, consumed, tile, tiles.stages)
+                place = tile.row + own, tile.column
+                store_tile(_columns(acc), tiles.columns, out.at[tile.index], *place, whole.at[warpgroup])
 
-            for_each_tile(tile)
+            walk(compute)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -226,7 +247,7 @@ def grouped_gemm_weight_grad_hopper(
             plgpu.SMEM((tiles.stages, tiles.depth, tiles.rows), lhs_RD.dtype, transforms=OPERAND),
             plgpu.SMEM((tiles.stages, tiles.depth, tiles.columns), lhs_RD.dtype, transforms=OPERAND),
             plgpu.SMEM((COMPUTE_WARPGROUPS, own_rows, SWIZZLE), lhs_RD.dtype, transforms=OPERAND),
-            *_ring_barriers(tiles.stages),
+            *_ring_barriers(tiles.stages, copies=2),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
         ],
         kernel_name="grouped_gemm_weight_grad_hopper",
@@ -245,42 +266,45 @@ def _launch(num_sms: int) -> dict[str, Any]:
     )
 
 
-def _ring_barriers(stages: int) -> list[plgpu.Barrier]:
-    """`loaded`: both copies of a stage have arrived. `consumed`: both compute warpgroups are done with it."""
+def _ring_barriers(stages: int, copies: int) -> list[plgpu.Barrier]:
+    """`loaded`: all copies of a stage have arrived. `consumed`: both compute warpgroups are done with it."""
     return [
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
     ]
 
 
 def _accumulate(
     shape: tuple[int, int],
-    multiply: Callable[[Array, Array, Any], None],
+    parts: int,
+    multiply: Callable[[Array, Array, tuple[Any, ...]], None],
     loaded: Any,
     consumed: Any,
-    done: Array,
-    steps: Array,
+    tile: Tile,
     stages: int,
-) -> Array:
-    """Sum of `multiply` over the steps of a tile; one wgmma stays in flight, so a stage is given back one step late."""
+) -> tuple[Array, ...]:
+    """Sums of `multiply` over the steps of a tile, one of `shape` per part.
 
-    def scope(acc: Any) -> Array:
+    `multiply` issues a wgmma per part; those of one step stay in flight, so a stage is given back one step late.
+    """
+
+    def scope(*accs: Any) -> tuple[Array, ...]:
         def give_back(step: Array) -> None:
             plgpu.barrier_arrive(consumed.at[lax.rem(step, jnp.int32(stages))])
 
         def step(k: Array, _: None) -> None:
-            stage = lax.rem(done + k, jnp.int32(stages))
+            stage = lax.rem(tile.done + k, jnp.int32(stages))
             plgpu.barrier_wait(loaded.at[stage])
-            multiply(stage, k, acc)
-            plgpu.wgmma_wait(1)
-            pl.when(k > 0)(functools.partial(give_back, done + k - 1))
+            multiply(stage, k, accs)
+            plgpu.wgmma_wait(parts)
+            pl.when(k > 0)(functools.partial(give_back, tile.done + k - 1))
 
-        lax.fori_loop(0, steps, step, None)
+        lax.fori_loop(0, tile.steps, step, None)
         plgpu.wgmma_wait(0)
-        pl.when(steps > 0)(functools.partial(give_back, done + steps - 1))
-        return acc[...]
+        pl.when(tile.steps > 0)(functools.partial(give_back, tile.done + tile.steps - 1))
+        return tuple(acc[...] for acc in accs)
 
-    return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return pl.run_scoped(scope, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(parts)])
 
 
 def _columns(acc: Array) -> Callable[[int], Array]:

@@ -22,6 +22,7 @@ ON = "precision.mxfp8.experts=mxfp8"
         (["precision.mxfp8.shared_experts=mxfp8", "model.moe.shared_experts=2"], r"shared_experts=2 are mixed"),
         (["precision.mxfp8.attention=mxfp8", "model.attention.head_dim=4"], r"n_heads \* head_dim=16"),
         (["precision.mxfp8.hardware=required"], r"set precision\.mxfp8\.experts=mxfp8"),
+        ([ON, "parallel.strategy=fsdp"], "set strategy=resident"),
         (["precision.mxfp8.experts=nvfp4"], "off, mxfp8"),
     ],
 )

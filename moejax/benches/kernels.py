@@ -4,7 +4,7 @@
     python -m moejax.bench kernels --compile-only --layer    # memory of a whole sharded expert layer, 8 and 128 experts
 
 Nothing is run and nothing is timed but the compiler; `python -m moejax.bench grouped-gemm` measures on a GPU. Needs the
-`aot` extra. Each row is a process of its own.
+`aot` extra. Each chip, and each layer, is a process of its own.
 """
 
 import argparse
@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile-only", action="store_true", help="say that no GPU is meant to run them; required")
     parser.add_argument("--layer", action="store_true", help="the expert layer on 8 devices instead of single kernels")
     parser.add_argument("--chips", nargs="+", choices=tuple(compile_only.CHIPS), default=chips, help="(all but h100)")
-    parser.add_argument(
-        "--kernels", nargs="+", choices=compile_only.KERNELS, default=compile_only.KERNELS, help="(all three)"
-    )
+    parser.add_argument("--kernels", nargs="+", choices=compile_only.KERNELS, help="(all that the chip can run)")
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -35,6 +33,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.layer:
             pairs = [(chip, experts) for chip in arguments.chips for experts in LAYER_EXPERTS]
             return [compile_only.compile_layer_row(chip, experts) for chip, experts in pairs]
-        return [compile_only.compile_row(kernel, chip) for chip in arguments.chips for kernel in arguments.kernels]
+        chosen = [(arguments.kernels or compile_only.kernels_of(chip), chip) for chip in arguments.chips]
+        return [row for kernels, chip in chosen for row in compile_only.compile_rows(kernels, chip)]
     except compile_only.CannotCompile as error:
         raise UserError(str(error)) from error

@@ -3,7 +3,8 @@
     import_hf(SRC, DST), import_olmo_core(SRC, DST)    read, save, read again, compare every tensor bit for bit, then
     rename export_hf(RUN, DST)                                write, open as any importer would, compare, then rename
 
-DST appears whole and checked, or not at all.
+DST appears whole and checked, or not at all. Each takes a function from a model to the shapes and shardings of its
+weights: tensors go one by one into the shards that hold a part of them, so a model need not fit one device.
 """
 
 import re
@@ -28,6 +29,7 @@ from moejax.data.tokenizers import load_tokenizer
 from moejax.errors import UserError
 from moejax.models.transformer import Params, Transformer, abstract_params
 
+type Target = Callable[[ModelConfig], Params]
 TOLERANCE = 2e-5  # of logits, absolute; fp32 against fp32
 
 
@@ -39,7 +41,7 @@ class Report:
     notes: list[str]
 
 
-def import_hf(src: Path, dst: Path, verify: Path | None = None) -> Report:
+def import_hf(src: Path, dst: Path, verify: Path | None = None, target: Target = abstract_params) -> Report:
     """A Hugging Face folder into the run folder `dst`: weights only, step 0. verify: an .npz with ids and logits."""
     folder = HFFolder(src)
     beside = [src / CONFIG, *folder.beside()]
@@ -56,31 +58,31 @@ def import_hf(src: Path, dst: Path, verify: Path | None = None) -> Report:
     origin: dict[str, Any] = {"format": "hf", "model_type": folder.kind, "dtype": folder.main_dtype}
     origin["dtypes"] = {name: dtype for name, dtype in folder.dtypes.items() if dtype != folder.main_dtype}
     with whole_or_nothing(dst) as partial:
-        state = {"step": jnp.zeros((), jnp.int32), "master": folder.import_params()}
+        state = {"step": jnp.zeros((), jnp.int32), "master": folder.import_params(target(folder.model))}
         if verify:
             notes.append(_verify(folder.model, state["master"], verify))
         checkpoints = write_run(partial, config, state, origin, beside)
         del state
-        state, _ = checkpoints.restore(abstract_state(folder.model, ["master"]))
+        state, _ = checkpoints.restore(abstract_state(target(folder.model), ["master"]))
         _compare(folder.pieces, named_leaves(state["master"]), folder.read, str(src))
         checkpoints.close()
     notes.append(f"Read back: all {len(folder.pieces)} tensors are in {dst} bit for bit.")
     return Report(_rows(folder.pieces, folder.dtypes, folder.model), notes)
 
 
-def import_olmo_core(src: Path, dst: Path, verify: Path | None = None) -> Report:
+def import_olmo_core(src: Path, dst: Path, verify: Path | None = None, target: Target = abstract_params) -> Report:
     """An Olmo-core 3 checkpoint into the run folder `dst`, with its step, and its moments where it has them."""
     folder = OlmoCoreFolder(src)
     config = run_config(folder.model, dst, dtype="bfloat16", sequence_length=2048, tokenizer="bytes")
     origin = {"format": "olmo-core", "settings": folder.settings}
     notes = ["The tokenizer is not part of the checkpoint: give data.tokenizer the path of its tokenizer.json."]
     with whole_or_nothing(dst) as partial:
-        state = folder.import_state()
+        state = folder.import_state({role: target(folder.model) for role in folder.roles})
         if verify:
             notes.append(_verify(folder.model, state["master"], verify, folder.score_bias))
         checkpoints = write_run(partial, config, state, origin)
         del state
-        state, _ = checkpoints.restore(abstract_state(folder.model, folder.roles), subset=True)
+        state, _ = checkpoints.restore(abstract_state(target(folder.model), folder.roles), subset=True)
         for role in folder.roles:
             leaves = named_leaves(state[role])
             _compare(folder.pieces, leaves, lambda name, role=role: folder.read(role, name), str(src))
@@ -102,6 +104,7 @@ def export_hf(
     step: int | None = None,
     shard_gb: float = 5.0,
     verify: Path | None = None,
+    target: Target = abstract_params,
 ) -> Report:
     """A checkpoint of a run folder as a Hugging Face folder.
 
@@ -132,7 +135,7 @@ def export_hf(
         config = {**known, ("torch_dtype" if "torch_dtype" in known else "dtype"): SPELLED[given]}
     notes = []
     with whole_or_nothing(dst) as partial:
-        params = saved.params()
+        params = saved.params(target(model))
         if verify:
             notes.append(_verify(model, params, verify))
         table = export_folder(

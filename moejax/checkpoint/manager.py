@@ -31,6 +31,7 @@ from orbax.checkpoint import multihost
 
 from moejax.checkpoint import arrays, manifest
 from moejax.checkpoint.manifest import Damage, Manifest
+from moejax.config import Best, CheckpointConfig
 from moejax.errors import UserError
 
 STATE, RECORD = "state", "record.json"
@@ -303,15 +304,20 @@ class Checkpoints:
     # --- restoring -------------------------------------------------------------------------------------------------
 
     def restore(
-        self, target: PyTree, step: int | None = None, *, fall_back: bool = False, subset: bool = False
+        self,
+        target: PyTree | Callable[[Manifest], PyTree],
+        step: int | None = None,
+        *,
+        fall_back: bool = False,
+        subset: bool = False,
     ) -> tuple[PyTree, dict[str, Any]]:
         """State and record of `step`, by default the newest, onto the shardings of `target`, bit for bit.
 
         target: the tree that was saved, each leaf with shape, dtype and sharding (jax.ShapeDtypeStruct or Array), on
-        any mesh; a NamedTuple and a dict with its field names are the same. subset: the target may leave tensors out,
-        e.g. `{"master": ...}`. fall_back: instead of a damaged checkpoint take the newest whole one saved before it,
-        and warn. Raises UserError: damaged, naming the file; not fitting, naming tensors; absent. Never restores in
-        part.
+        any mesh; a NamedTuple and a dict with its field names are the same. Or a function that makes it from the
+        manifest of the checkpoint that is taken. subset: the target may leave tensors out, e.g. `{"master": ...}`.
+        fall_back: instead of a damaged checkpoint take the newest whole one saved before it, and warn. Raises
+        UserError: damaged, naming the file; not fitting, naming tensors; absent. Never restores in part.
         """
         self.wait()
         first, *earlier = self._find(step)
@@ -332,6 +338,8 @@ class Checkpoints:
                 )
             logger.warning(f"{problem}; falling back to the checkpoint of step {chosen.step}, which is whole.")
             self._damaged |= damaged
+        if callable(target):
+            target = target(found)
         if difference := arrays.mismatch(found.tensors, arrays.describe(target), subset=subset):
             raise UserError(
                 f"The checkpoint of step {chosen.step} in {self.directory} does not fit the model here: {difference}. "
@@ -356,6 +364,17 @@ class Checkpoints:
     def _record(self, saved: _Saved, found: Manifest) -> dict[str, Any]:
         manifest.verify(saved.path, found, [RECORD])
         return json.loads((saved.path / RECORD).read_bytes())
+
+
+def open_checkpoints(directory: str | Path, config: CheckpointConfig) -> Checkpoints:
+    """Those of a run, kept as its settings say; the score is the number of that name in `metrics` of the record."""
+    best = config.best.value
+
+    def score(record: dict[str, Any]) -> float | None:
+        return record.get("metrics", {}).get(best)
+
+    ranked = None if config.best == Best.none else score
+    return Checkpoints(directory, config.keep, keep_every=config.keep_every, score=ranked)
 
 
 def _unusable(saved: _Saved, damage: Damage) -> str:

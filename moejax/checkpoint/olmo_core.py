@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = dict(
     uniform_expert_assignment=False,
 )
 SIZES = ("d", "heads", "kv", "head_dim", "layers", "experts", "top_k", "hidden", "vocab")
+ROUTER_SETTINGS = tuple(name for name in DEFAULTS if name not in ("peri_norm", "shared", "attn"))
 # Settings that change nothing about the numbers
 WITHOUT_EFFECT = ("record_routing_batch_size", "use_recompute_fp32_cast")
 GRANULARITY = {"local_batch": c.BalanceGranularity.local, "instance": c.BalanceGranularity.instance}
@@ -71,37 +72,7 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
             )
     if known["attn"] not in ("default", "fused_v2"):
         raise UserError(f"The Olmo-core setting attn={known['attn']!r} cannot be imported; default and fused_v2 can.")
-    assignment = c.Assignment.learned
-    for name in ("random", "uniform"):
-        if known[f"{name}_expert_assignment"]:
-            assignment = c.Assignment(name)
-    if (known["n_group"] is None) != (known["topk_group"] is None):
-        raise UserError("The Olmo-core settings n_group and topk_group go together; one of them is missing.")
-    if known["gating_function"] == "sigmoid" and known["sigmoid_stability_epsilon"] != SIGMOID_EPSILON:
-        raise UserError(
-            f"The Olmo-core setting sigmoid_stability_epsilon={known['sigmoid_stability_epsilon']!r} cannot be "
-            f"imported; {SIGMOID_EPSILON} can."
-        )
-    score_bias = c.ScoreBias.fixed if known["score_correction_bias"] else c.ScoreBias.none
-    if known["bias_gamma"]:
-        score_bias = c.ScoreBias.sign
-    router = c.RouterConfig(
-        gating=_one_of(c.Gating, "gating_function", known["gating_function"]),
-        normalize=known["normalize_expert_weights"],
-        restore_scale=bool(known["restore_weight_scale"]),
-        weight_scale=known["expert_weight_scale"] or 1.0,
-        original_top_k=known["original_top_k"],
-        bias=bool(known["bias"]),
-        jitter=known["jitter_eps"] or 0.0,
-        groups=known["n_group"] or 1,
-        top_groups=known["topk_group"] or 1,
-        score_bias=score_bias,
-        score_bias_rate=known["bias_gamma"] or 0.0,
-        assignment=assignment,
-        lb_loss=known["lb_loss_weight"] or 0.0,
-        lb_granularity=_granularity(known["lb_loss_granularity"], known["global_load_balancing"]),
-        z_loss=known["z_loss_weight"] or 0.0,
-    )
+    router = router_config({name: known[name] for name in ROUTER_SETTINGS})
     moe = c.MoEConfig(
         num_experts=known["experts"],
         top_k=known["top_k"],
@@ -130,6 +101,50 @@ def import_model_config(settings: Mapping[str, Any]) -> c.ModelConfig:
             rope_theta=500_000.0,
         ),
         moe=moe,
+    )
+
+
+def router_config(settings: Mapping[str, Any], where: str = "") -> c.RouterConfig:
+    """The router that options of `MoERouterConfigV2` describe. where: what stands before their names in the file.
+
+    Raises UserError naming an option that has no counterpart here.
+    """
+    for name, value in settings.items():
+        if name not in ROUTER_SETTINGS and value not in (None, False, 0):
+            raise UserError(
+                f"The Olmo-core option {where}{name}={value!r} has no counterpart in moejax; it cannot be imported."
+            )
+    known = {**{name: DEFAULTS[name] for name in ROUTER_SETTINGS}, **settings}
+    assignment = c.Assignment.learned
+    for name in ("random", "uniform"):
+        if known[f"{name}_expert_assignment"]:
+            assignment = c.Assignment(name)
+    if (known["n_group"] is None) != (known["topk_group"] is None):
+        raise UserError("The Olmo-core settings n_group and topk_group go together; one of them is missing.")
+    if known["gating_function"] == "sigmoid" and known["sigmoid_stability_epsilon"] != SIGMOID_EPSILON:
+        raise UserError(
+            f"The Olmo-core setting sigmoid_stability_epsilon={known['sigmoid_stability_epsilon']!r} cannot be "
+            f"imported; {SIGMOID_EPSILON} can."
+        )
+    score_bias = c.ScoreBias.fixed if known["score_correction_bias"] else c.ScoreBias.none
+    if known["bias_gamma"]:
+        score_bias = c.ScoreBias.sign
+    return c.RouterConfig(
+        gating=_one_of(c.Gating, "gating_function", known["gating_function"]),
+        normalize=known["normalize_expert_weights"],
+        restore_scale=bool(known["restore_weight_scale"]),
+        weight_scale=known["expert_weight_scale"] or 1.0,
+        original_top_k=known["original_top_k"],
+        bias=bool(known["bias"]),
+        jitter=known["jitter_eps"] or 0.0,
+        groups=known["n_group"] or 1,
+        top_groups=known["topk_group"] or 1,
+        score_bias=score_bias,
+        score_bias_rate=known["bias_gamma"] or 0.0,
+        assignment=assignment,
+        lb_loss=known["lb_loss_weight"] or 0.0,
+        lb_granularity=_granularity(known["lb_loss_granularity"], known["global_load_balancing"]),
+        z_loss=known["z_loss_weight"] or 0.0,
     )
 
 

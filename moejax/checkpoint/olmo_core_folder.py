@@ -16,6 +16,7 @@ import numpy as np
 from moejax.checkpoint import olmo_core
 from moejax.checkpoint.distcp import METADATA, DistributedCheckpoint
 from moejax.checkpoint.mapping import Piece, assemble, check_tensors
+from moejax.checkpoint.olmo_core_config import import_trainer_config, is_trainer_config
 from moejax.config import ModelConfig
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
@@ -29,17 +30,20 @@ BOOKKEEPING = ("__moe_skip_step_losses", "__moe_skip_step_grad_norms")
 class OlmoCoreFolder:
     """model, step, pieces, roles (the parts of the state it has: with or without moments), score_bias, settings.
 
-    path: `stepN`, or `stepN/model_and_optim` with `config.json` in it or above it. Nothing but metadata and steps is
-    read. Raises UserError: a file missing or damaged, a setting or a tensor with no counterpart here.
+    path: `stepN`, or `stepN/model_and_optim` with `config.json` in it or above it, or the folder of a run, of which the
+    newest step is taken. config.json: a training run's (`olmo_core_config`), or the arguments of the released builder
+    (`olmo_core.import_model_config`). Nothing but metadata and steps is read. Raises UserError: a file missing or
+    damaged, a setting or a tensor with no counterpart here.
     """
 
     def __init__(self, path: str | Path):
-        given = Path(path)
+        given = newest_step(Path(path))
         inner = given / "model_and_optim"
         self.path = inner if (inner / METADATA).exists() or not (given / METADATA).exists() else given
         self._checkpoint = DistributedCheckpoint(self.path)
         self.settings = _settings(self.path)
-        self.model: ModelConfig = olmo_core.import_model_config(self.settings)
+        read_model = import_trainer_config if is_trainer_config(self.settings) else olmo_core.import_model_config
+        self.model: ModelConfig = read_model(self.settings)
         self._keys, steps, buffers = self._sort_tensors()
         if "master" not in self._keys:
             raise UserError(f"{self.path} has no weights: no tensor is called module.<name>.main.")
@@ -98,6 +102,13 @@ class OlmoCoreFolder:
             shape = (self.model.n_moe_layers, self.model.moe.num_experts)
             state["score_bias"] = jnp.zeros(shape) if self.score_bias is None else jnp.asarray(self.score_bias)
         return {"step": jnp.asarray(self.step, jnp.int32), **state}
+
+
+def newest_step(path: Path) -> Path:
+    """The `stepN` with the largest N that has a checkpoint in it, of a folder of such; any other path as it is."""
+    steps = {int(name[4:]): path / name for name in (p.name for p in path.glob("step*")) if name[4:].isdecimal()}
+    whole = [step for step, folder in steps.items() if (folder / "model_and_optim" / METADATA).exists()]
+    return steps[max(whole)] if whole else path
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -10,10 +10,11 @@ settings, and in which dtype each tensor was stored. Export takes it up again.
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -25,6 +26,7 @@ from moejax.config import Config, ModelConfig, PrecisionConfig, ScoreBias
 from moejax.errors import UserError
 from moejax.models.transformer import Params, abstract_params
 
+STEP = re.compile(r"step_(\d+)-\d+")
 ORIGIN, ORIGIN_FILE = "origin", "origin.json"
 CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
 
@@ -50,6 +52,19 @@ class SavedModel:
         self.step: int = latest if step is None else step  # type: ignore[assignment]
         self.record = self.checkpoints.read_record(self.step)
         self.config: Config = config_io.from_dict(self.record["config"])
+
+    @classmethod
+    def at(cls, path: str | Path) -> Self:
+        """Of a run folder, the newest checkpoint; or the one whose own folder, RUN/checkpoints/step_N-M, is given."""
+        path = Path(path)
+        match = STEP.fullmatch(path.name)
+        if match is None or path.parent.name != CHECKPOINTS:
+            return cls(path)
+        saved = cls(path.parent.parent, int(match[1]))
+        if not path.is_dir():
+            there = ", ".join(map(str, saved.checkpoints.steps()))
+            raise UserError(f"There is no checkpoint {path}; {saved.path} has those of steps {there}.")
+        return saved
 
     @property
     def manifest(self) -> Manifest:
@@ -149,6 +164,6 @@ def abstract_score_bias(model: ModelConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((model.n_moe_layers, model.moe.num_experts), jax.numpy.float32)
 
 
-def abstract_state(model: ModelConfig, roles: Sequence[str]) -> dict[str, Any]:
-    """What `write_run` saved, to restore into; without a score bias."""
-    return {"step": jax.ShapeDtypeStruct((), jax.numpy.int32)} | {role: abstract_params(model) for role in roles}
+def abstract_state(weights: Params, roles: Sequence[str]) -> dict[str, Any]:
+    """What `write_run` saved, to restore into, each role as `weights`; without a score bias."""
+    return {"step": jax.ShapeDtypeStruct((), jax.numpy.int32)} | dict.fromkeys(roles, weights)

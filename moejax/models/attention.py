@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import backend
 from jaxtyping import Bool, Float, Int
 
 from moejax.config import FULL_ATTENTION, AttentionImplementation, ModelConfig, QKNorm
 from moejax.context import Context
+from moejax.models.blocked_attention import block_length, blocked_attention
 from moejax.models.norms import RMSNorm
 from moejax.models.parameters import weight, zeros
 from moejax.models.quantised import mx_linear, unless
@@ -43,11 +45,14 @@ def attention_mask(segment_ids: Int[Array, "B S"], window: Int[Array, ""] | None
     return (near & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
 
 
-def choose_implementation(wanted: AttentionImplementation, dtype: Any) -> Literal["xla", "cudnn"]:
-    """`auto` is cuDNN's flash attention on a GPU in bf16, XLA's everywhere else."""
-    if wanted == AttentionImplementation.auto:
-        return "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
-    return "cudnn" if wanted == AttentionImplementation.cudnn else "xla"
+def choose_implementation(wanted: AttentionImplementation, dtype: Any) -> Literal["xla", "cudnn", "blocks"]:
+    """`auto` is cuDNN's flash attention on a GPU in bf16, blocks for a GPU that is not there, XLA's everywhere else."""
+    if wanted != AttentionImplementation.auto:
+        return wanted.value
+    if jax.default_backend() == "gpu":
+        return "cudnn" if dtype == jnp.bfloat16 else "xla"
+    # a program is compiled for its default device, which may be a GPU that this process does not have
+    return "blocks" if backend.get_default_device().platform in ("cuda", "gpu") else "xla"
 
 
 class Attention(nnx.Module):
@@ -84,10 +89,15 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Float[Array, "B S D"]:
         q, k, v = self.project(x, context.positions, context)
-        mask = attention_mask(context.segment_ids, window if self.windowed else None)
         implementation = choose_implementation(self.config.implementation, x.dtype)
-        y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
-        y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
+        reach = window if self.windowed else None
+        if implementation == "blocks":
+            block = block_length(*q.shape[:3])
+            y = blocked_attention(q, k, v, context.segment_ids, reach, block)
+        else:
+            mask = attention_mask(context.segment_ids, reach)
+            y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+            y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
         plain = lambda x, w: jnp.einsum("bsnh,nhd->bsd", x, w)  # noqa: E731
         return _projected(plain, y, self.w_out[...].astype(x.dtype), context, "w_out")
 

@@ -19,7 +19,7 @@ from jaxtyping import Int, PyTree
 
 from moejax.config import Overflow
 from moejax.moe.dispatch import Arrivals, Code, Plan
-from moejax.moe.layout import Layout, capacity_rows, most_rows, receive_layout, window
+from moejax.moe.layout import Layout, capacity_rows, receive_layout, window
 from moejax.moe.rowwise import plan_rounds, too_many_rows
 
 # Rows of all devices that one device may have to hold at once
@@ -58,9 +58,7 @@ class AllGather:
         self.capacity_factor, self.overflow = capacity_factor, overflow
 
     def buffer_rows(self, tokens: int, top_k: int, n_experts: int) -> int:
-        if self.capacity_factor is None:
-            return most_rows(tokens, top_k, n_experts, self.size)
-        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor)
+        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor, self.overflow)
 
     def sent_bytes(self, tokens: int, top_k: int, n_experts: int, width: int, itemsize: int) -> float:
         # the sums come back in fp32, or in MXFP8 if that is how rows travel

@@ -19,7 +19,7 @@ from jaxtyping import Int, PyTree
 from moejax.config import Overflow
 from moejax.moe.collectives import Chunks, Groups, exclusive_cumsum, move_rows
 from moejax.moe.dispatch import Arrivals, Plan
-from moejax.moe.layout import Layout, Window, capacity_rows, most_rows, receive_layout, window
+from moejax.moe.layout import Layout, Window, capacity_rows, receive_layout, window
 from moejax.moe.routes import Routes
 from moejax.moe.row_transport import RowTransport
 from moejax.moe.rowwise import MOST_DEVICES, origins, plan_rounds, too_many_rows
@@ -66,9 +66,7 @@ class Hierarchical(RowTransport):
         return tuple(tuple(range(j, self.size, self.per_node)) for j in range(self.per_node))
 
     def buffer_rows(self, tokens: int, top_k: int, n_experts: int) -> int:
-        if self.capacity_factor is None:
-            return most_rows(tokens, top_k, n_experts, self.size)
-        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor)
+        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor, self.overflow)
 
     def relay_rows(self, tokens: int, top_k: int, n_experts: int) -> int:
         """The most that can pass: what its node's devices have, or what the devices of its rank can take in one

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from moejax.config import ModelConfig
 from moejax.context import Context
-from moejax.models.mlp import MLP, GatedMLP, quantised_mlp, swiglu
+from moejax.models.mlp import MLP, GatedMLP, quantised_mlp
 from moejax.models.parameters import weight
 from moejax.models.quantised import unless
 from moejax.moe.dispatch import Traffic
@@ -25,7 +25,7 @@ from moejax.moe.mx_experts import QuantisedExperts
 from moejax.moe.router import Router, Routing
 from moejax.moe.shared import MixedSharedExperts
 from moejax.moe.statistics import RouterStatistics
-from pallas_kernels import grouped_gemm
+from pallas_kernels import grouped_mlp
 
 
 class Auxiliary(NamedTuple):
@@ -43,9 +43,11 @@ class ExpertWeights(NamedTuple):
 def expert_mlps(
     weights: ExpertWeights, rows_RD: Float[Array, "R D"], group_sizes_e: Int[Array, "e"]
 ) -> Float[Array, "R D"]:
-    """y = swiglu(x w_up_gate[e]) w_down[e] for each row of group e, rows expert-major; zeros past the last group."""
-    up_gate = grouped_gemm(rows_RD, weights.w_up_gate, group_sizes_e)
-    return grouped_gemm(swiglu(up_gate), weights.w_down, group_sizes_e)
+    """y = swiglu(x w_up_gate[e]) w_down[e] for each row of group e, rows expert-major; zeros past the last group.
+
+    x w_up_gate is what the backward keeps, or finds under the name "hidden" where blocks are recomputed.
+    """
+    return grouped_mlp(rows_RD, weights.w_up_gate, weights.w_down, group_sizes_e, save_as="hidden")
 
 
 class Experts(nnx.Module):

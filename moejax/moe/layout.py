@@ -25,6 +25,8 @@ from moejax.moe.collectives import exclusive_cumsum
 from moejax.moe.dispatch import Traffic
 from moejax.moe.routes import Routes, sort_routes
 
+ALIGNED_ROWS = 8  # of `pallas_kernels.grouped_gemm`, which reads GPU memory in tiles of 8 rows
+
 
 def most_rows(tokens: int, top_k: int, n_experts: int, size: int) -> int:
     """Rows that could arrive on one of `size` devices: every token of all of them, for as many experts as it may have
@@ -32,13 +34,20 @@ def most_rows(tokens: int, top_k: int, n_experts: int, size: int) -> int:
     return size * tokens * min(top_k, n_experts // size)
 
 
-def capacity_rows(tokens: int, top_k: int, n_experts: int, size: int, capacity_factor: float) -> int:
-    """Rows of the receive buffer, ceil(capacity_factor * T * K), since T K rows arrive at balance; never more than can.
+def capacity_rows(
+    tokens: int, top_k: int, n_experts: int, size: int, capacity_factor: float | None, overflow: Overflow
+) -> int:
+    """Rows of the receive buffer, ceil(capacity_factor * T * K), since T K rows arrive at balance; never more than can
+    (None: as many).
 
-    One pool for all experts of the device (Olmo-core `capacity_factor`), not one for each.
+    One pool for all experts of the device (Olmo-core `capacity_factor`), not one for each. Under `exact` rounded up to
+    a multiple of 8, the rows that the GPU kernels read at once: they would copy any other buffer. Under `drop` the
+    number of rows decides which tokens are left out, and stays Olmo-core's to the row.
     """
-    wanted = max(1, math.ceil(capacity_factor * tokens * top_k))
-    return min(wanted, most_rows(tokens, top_k, n_experts, size))
+    rows = most_rows(tokens, top_k, n_experts, size)
+    if capacity_factor is not None:
+        rows = min(rows, max(1, math.ceil(capacity_factor * tokens * top_k)))
+    return rows if overflow == Overflow.drop else -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 class Layout(NamedTuple):

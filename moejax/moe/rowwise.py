@@ -61,9 +61,7 @@ class Rowwise(RowTransport):
         self.capacity_factor, self.overflow, self.granularity = capacity_factor, overflow, granularity
 
     def buffer_rows(self, tokens: int, top_k: int, n_experts: int) -> int:
-        if self.capacity_factor is None:
-            return most_rows(tokens, top_k, n_experts, self.size)
-        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor)
+        return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor, self.overflow)
 
     def sent_bytes(self, tokens: int, top_k: int, n_experts: int, width: int, itemsize: int) -> float:
         return 2 * tokens * top_k * width * itemsize * (self.size - 1) / self.size

@@ -8,18 +8,22 @@ Also the update of the score bias, which belongs to an optimizer step and not to
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from moejax.config import PoolConfig
 from moejax.context import Context
+from pallas_kernels import top_k
 
 
 def pick(chosen_by_TE: Float[Array, "T E"], k: int) -> tuple[Int[Array, "T K"], Float[Array, "T"]]:
-    """The k largest, ties to the lower id; and by how much the last of them leads the next that could be chosen."""
-    experts = chosen_by_TE.shape[-1]
-    top, ids = lax.top_k(chosen_by_TE, min(k + 1, experts))
-    margin_T = top[:, k - 1] - top[:, -1]
-    return ids[:, :k], jnp.where(jnp.isfinite(margin_T), margin_T, 0.0)
+    """The k largest, ties to the lower id; and by how much the last of them leads the next that could be chosen.
+
+    The ids bear the name "chosen": recomputed blocks keep them (`parallel.stage`).
+    """
+    top = top_k(chosen_by_TE, min(k + 1, chosen_by_TE.shape[-1]))
+    margin_T = top.values[:, k - 1] - top.values[:, -1]
+    return checkpoint_name(top.ids[:, :k], "chosen"), jnp.where(jnp.isfinite(margin_T), margin_T, 0.0)
 
 
 def keep_groups(chosen_by_TE: Float[Array, "T E"], groups: int, top_groups: int) -> Float[Array, "T E"]:

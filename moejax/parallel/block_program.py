@@ -32,6 +32,7 @@ from moejax.models.quantised import QUANTISED
 DEAR = re.compile(
     r"dot_general|conv_general.*|scaled_.*|.*ragged.*|scan|while|cond|.*all_gather.*|.*all_to_all.*|psum.*|pmax.*|reduce_scatter"
     r"|ppermute|sort|top_k|approx_top_k|custom_vjp_call.*|pallas_call|mosaic_.*|.*callback|ffi_call|shard_map|random_.*"
+    r"|dot_product_attention.*"  # cuDNN's
 )
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
 LOOPS = ("scan", "while", "cond")

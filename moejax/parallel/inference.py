@@ -163,10 +163,14 @@ def _rows(here: int) -> Array:
     return lax.axis_index(AXES) * here + jnp.arange(here, dtype=jnp.int32)
 
 
+def padded_length(length: int) -> int:
+    """A power of two from 16 on: few different shapes, so few compilations."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
 def pad_rows(arrays: list[np.ndarray], multiple: int, fill: int) -> np.ndarray:
-    """int32[B, S] of rows of different lengths, filled at their ends; B a multiple, S a power of two from 16 on (few
-    different shapes, so few compilations)."""
-    length = max(16, 1 << (max(map(len, arrays)) - 1).bit_length())
+    """int32[B, S] of rows of different lengths, filled at their ends; B a multiple, S a `padded_length`."""
+    length = padded_length(max(map(len, arrays)))
     out = np.full((-(-len(arrays) // multiple) * multiple, length), fill, np.int32)
     for row, array in zip(out, arrays, strict=False):
         row[: len(array)] = array

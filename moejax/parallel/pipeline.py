@@ -138,6 +138,17 @@ def forward_only(schedule: Schedule, ends_apart: bool = False) -> Wiring:
     return dataclasses.replace(wiring, **cut, cotangent_slots=1, stash_slots=1)
 
 
+def branch_shares(program: StageProgram, pipeline: Pipeline) -> np.ndarray:
+    """float[stages, branches]: the part of all ticks in which a stage takes each branch of the switch.
+
+    For reading compiled programs, where a conditional does not say how often (`hardware.hlo.switch_shares`).
+    """
+    nothing: Any = None
+    inside = Inside(program, pipeline.wiring, {}, nothing, nothing, nothing, pipeline.training)
+    ops, rows = _ops(inside)
+    return np.stack([(rows["branch"] == n).mean(axis=0) for n in range(len(ops))], axis=1)
+
+
 def _ops(inside: Inside) -> tuple[list[Any], dict[str, np.ndarray]]:
     """The distinct ops of this table, and everything a tick reads: int32 [ticks, stages, ...]."""
     wiring, layout = inside.wiring, inside.program.layout

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from moejax.mesh import AXES, MeshShape
 
 RULES = {"layers": "pp", "experts": "ep"}
+CUT_ALIKE = {"layers": "pp"}  # `parallel.strategy=fsdp`: experts are weights like others, see `parallel/fsdp.py`
+LARGE_BYTES = 256 * 2**20  # of a gradient; a copy of less is nothing to avoid
 SHARED_ENDS = RULES | {"vocab": "pp"}  # embedding and head cut over the stages by vocabulary
 
 
@@ -74,10 +76,33 @@ def zero_layouts(
     return jax.tree.map(lambda p, a: zero_layout(p.shape, a, mesh, rules), params, axes, is_leaf=is_axes)
 
 
+def spread(params: PyTree[Any], mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of weights that nobody computes with: cut over all devices of the mesh, each along
+    the largest dimension that divides over as many as possible. For conversions, whose models need not fit one."""
+    shape = MeshShape(**dict(mesh.shape))
+
+    def one(p: Any) -> jax.ShapeDtypeStruct:
+        spec = zero_layout(p.shape, ("",) * len(p.shape), shape).spec
+        return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, params)
+
+
 def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:
-    """Inside the manual region: sum this device's fp32 gradient over all replicas, keeping this device's part."""
+    """Inside the manual region: sum this device's fp32 gradient over all replicas, keeping this device's part.
+
+    XLA:GPU scatters along the outermost dimension, and along another one copies the whole array first: of a large stack
+    that would be half its accumulators once more (52 GB of ultra_128e's 99, 2026-11). So it goes layer by layer.
+    """
     if layout.sum_axes:
         gradient = lax.psum(gradient, layout.sum_axes)
-    if layout.scatter_axes:
-        gradient = lax.psum_scatter(gradient, layout.scatter_axes, scatter_dimension=layout.dimension, tiled=True)
-    return gradient
+    if not layout.scatter_axes:
+        return gradient
+
+    def scatter(x: Array, dimension: int) -> Array:
+        return lax.psum_scatter(x, layout.scatter_axes, scatter_dimension=dimension, tiled=True)
+
+    stack_of_matrices = gradient.ndim > 2 and layout.dimension > 0
+    if stack_of_matrices and gradient.nbytes > LARGE_BYTES:
+        return lax.map(lambda layer: scatter(layer, layout.dimension - 1), gradient)
+    return scatter(gradient, layout.dimension)

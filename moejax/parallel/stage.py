@@ -30,6 +30,8 @@ from moejax.moe.statistics import RouterStatistics, merge, zero_statistics
 from moejax.parallel.block_program import BlockProgram
 from moejax.parallel.layout import Layout, StageKind
 
+# (name, weights as they lie on this device) -> as the computation needs them; name: of an end, or a stack of blocks.
+Whole = Callable[[str, Params], Params]
 # By stack of blocks: arrays [slots, layers, ...].
 Stash = dict[str, list[Array]]
 STACKS = ("dense_blocks", "moe_blocks")
@@ -70,6 +72,7 @@ class StageProgram:
     """The code of all stages of one model.
 
     recompute: what a block's backward runs again. named: regions whose values it keeps all the same if recompute=named.
+    whole: what happens to a layer's weights before they are used; differentiated (`fsdp.gather`).
     """
 
     model: ModelConfig
@@ -77,6 +80,7 @@ class StageProgram:
     compute: Any
     recompute: Recompute
     named: tuple[str, ...] = ()
+    whole: Whole = lambda name, params: params
 
     @property
     def moe_slots(self) -> int:
@@ -105,7 +109,7 @@ class StageProgram:
         def block(params: Params, x: Array, known: Any) -> Any:
             arrays, window, quantised = known
             here = replace(context, **arrays, transport=_Named(context.transport), quantised=quantised)
-            y, auxiliary = part(params)(x, here, window)
+            y, auxiliary = part(self.whole(name, params))(x, here, window)
             if auxiliary is None:
                 return (y, jnp.zeros((), jnp.float32)), None
             return (y, auxiliary.loss), auxiliary.statistics
@@ -143,12 +147,14 @@ class StageProgram:
 
     def embed(self, params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         with jax.named_scope("embedding"):
-            return parts(self.model).embedding(params)(tokens, self.compute)
+            return parts(self.model).embedding(self.whole("embedding", params))(tokens, self.compute)
 
     def head_loss(self, head: Params, embedding: Params, x: Array, labels: Array) -> tuple[Array, Any]:
         p = parts(self.model)
         with jax.named_scope("head"):
-            return p.head(head).loss(x, labels, p.embedding(embedding))
+            if self.model.tie_embeddings:
+                embedding = self.whole("embedding", embedding)
+            return p.head(self.whole("head", head)).loss(x, labels, p.embedding(embedding))
 
     def forward(self, kind: StageKind, params: Params, x: Array, context: Context, place: Place) -> Array:
         for name, count, slot, layer in self._stacks(kind, place):
@@ -321,7 +327,7 @@ def _is_kept(names: tuple[str, ...], primitive: Any, *_: Any, **parameters: Any)
 
     What is chosen once is not chosen again: a second top-k, compiled into another fusion, could break a tie otherwise.
     """
-    return parameters.get("name") in names if primitive.name == "name" else primitive.name == "top_k"
+    return primitive.name == "name" and parameters.get("name") in (*names, "chosen")
 
 
 def _write(rings: list[Array], values: list[Array], slot: Array | int, layer: Array) -> list[Array]:

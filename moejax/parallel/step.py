@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from moejax.config import Config, PipelineEnds, Recompute, Region, RegionsConfig, ScoreBias, Stash
+from moejax.config import Config, PipelineEnds, Recompute, Region, RegionsConfig, ScoreBias, Stash, Strategy
 from moejax.context import Context
 from moejax.errors import UserError
 from moejax.mesh import DATA_AXES, MeshShape, check_fit
@@ -27,14 +27,11 @@ from moejax.models.transformer import Params, abstract_params, init_params, logi
 from moejax.moe.choose import choose_transport
 from moejax.moe.selection import move_score_bias
 from moejax.moe.statistics import RouterStatistics, reduce_over_devices
-from moejax.parallel import mxfp8, pipeline, sharding
+from moejax.parallel import fsdp, mxfp8, pipeline, sharding
 from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
 from moejax.parallel.optimizer import learning_rate, make_optimizer
-from moejax.parallel.schedule_check import check
-from moejax.parallel.schedule_csv import load_csv
-from moejax.parallel.schedule_makers import make_schedule
+from moejax.parallel.schedule_choice import choose_schedule
 from moejax.parallel.schedule_wiring import wire
-from moejax.parallel.schedules import Schedule
 from moejax.parallel.stage import Microbatch, StageProgram, Totals
 
 BATCH_SPEC = PartitionSpec(None, DATA_AXES)  # [microbatches, sequences, tokens]
@@ -85,29 +82,6 @@ class StepMetrics(NamedTuple):
     routing: RouterStatistics | None
 
 
-def choose_schedule(config: Config, stages: int, microbatches: int) -> Schedule:
-    """The table that `parallel.pipeline` asks for, checked; without stages one chunk in the order of 1F1B."""
-    pipe = config.parallel.pipeline
-    if pipe.table is not None:
-        schedule = load_csv(pipe.table)
-        asked = (("stages", stages, schedule.stages), ("microbatches", microbatches, schedule.microbatches))
-        for what, wanted, has in asked:
-            if wanted != has:
-                raise UserError(
-                    f"parallel.pipeline.table={pipe.table} is for {has} {what}, but there are {wanted}; "
-                    f"make a table for {wanted}."
-                )
-        return schedule
-    name, chunks = pipe.schedule.value, pipe.chunks
-    if chunks is None:
-        chunks = 2 if name in ("interleaved_1f1b", "zero_bubble_v") else 1
-    if stages == 1:
-        name, chunks = "1f1b", 1
-    schedule = make_schedule(name, stages, microbatches, chunks)
-    check(schedule)
-    return schedule
-
-
 class TrainProgram:
     """The step of one config on one mesh, and the shardings around it.
 
@@ -131,30 +105,37 @@ class TrainProgram:
                 f"parallel.pipeline.ends=sharded cuts model.vocab_size={model.vocab_size} into pp={self.shape.pp} "
                 "parts, which do not come out even; pad the vocabulary, or set ends=stages."
             )
+        self.fully_sharded = config.parallel.strategy == Strategy.fsdp
         self.rules = sharding.SHARED_ENDS if self.ends_apart else sharding.RULES
+        self.rules = sharding.CUT_ALIKE if self.fully_sharded else self.rules
         self.layout: Layout = make_layout(model.n_layers, model.n_dense_layers, self.schedule, self.ends_apart)
-        self.choice = choose_transport(config, self.shape)
+        # with all experts on every device, tokens are at home as on a mesh without ep
+        own = MeshShape(dp=self.shape.data_shards) if self.fully_sharded else self.shape
+        self.choice = choose_transport(config, own)
         self.transport = self.choice.transport
-        self.stages = StageProgram(
-            model,
-            self.layout,
-            jnp.dtype(config.precision.compute.value),
-            Recompute.named if pipe.stash == Stash.named else config.parallel.recompute,
-            tuple(f.name for f in fields(RegionsConfig) if getattr(config.parallel.regions, f.name) == Region.keep),
-        )
         self.optimizer = make_optimizer(config.optimizer, config.train.steps)
         self.params_dtype = jnp.dtype(config.precision.params.value)
 
         self.axes = logical_axes(model)
         self.logical_params = abstract_params(model)
         self.abstract = jax.eval_shape(self._to_physical, self.logical_params)
+        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape, self.rules)
+        self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
         self.param_specs = jax.tree.map(
             lambda axes: sharding.param_spec(axes, self.rules), self.axes, is_leaf=sharding.is_axes
         )
+        if self.fully_sharded:
+            self.param_specs = self.zero_specs
         self.working_specs = mxfp8.specs(config, self.abstract, self.axes, self.param_specs)
         self.recipe = mxfp8.recipe(config)
-        self.zero = sharding.zero_layouts(self.abstract, self.axes, self.shape, self.rules)
-        self.zero_specs = jax.tree.map(lambda layout: layout.spec, self.zero)
+        self.stages = StageProgram(
+            model,
+            self.layout,
+            jnp.dtype(config.precision.compute.value),
+            Recompute.named if pipe.stash == Stash.named else config.parallel.recompute,
+            tuple(f.name for f in fields(RegionsConfig) if getattr(config.parallel.regions, f.name) == Region.keep),
+            *([fsdp.gather(self.zero)] if self.fully_sharded else []),
+        )
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings(), None))
         self.evaluate = jax.jit(self._evaluate)
 
@@ -400,7 +381,8 @@ class TrainProgram:
     ) -> tuple[Params, Totals, Array]:
         gradients, totals, loss_tokens = self._run(params, batch, key, score_bias, training=True)
         with jax.named_scope("reduce_gradients"):
-            gradients = jax.tree.map(sharding.reduce_gradient, gradients, self.zero)
+            layouts = fsdp.not_yet_summed(self.zero) if self.fully_sharded else self.zero
+            gradients = jax.tree.map(sharding.reduce_gradient, gradients, layouts)
         return gradients, self._global(totals), loss_tokens
 
     def _evaluation_region(self, params: Params, batch: Microbatch, score_bias: Array | None) -> tuple[Array, Array]:
@@ -477,6 +459,11 @@ class TrainProgram:
         if router.score_bias != ScoreBias.sign or statistics is None or state.score_bias is None:
             return state.score_bias
         return move_score_bias(state.score_bias, statistics.counts, router.score_bias_rate)
+
+    def branch_shares(self) -> list[float]:
+        """The part of the ticks in which each branch of the executor's switch runs, the mean over the stages."""
+        table = self.pipeline(self.config.parallel.pipeline.microbatches)
+        return pipeline.branch_shares(self.stages, table).mean(axis=0).tolist()
 
     def receive_buffer_rows(self) -> int:
         """Rows of the expert receive buffer on each device."""

@@ -40,8 +40,9 @@ def on_one_device(overrides: tuple[str, ...]) -> Computed:
     return Computed("dp=1", overrides)
 
 
-def check_agrees(mesh: str, overrides: tuple[str, ...], schedule: str) -> None:
-    one, many = on_one_device(overrides), Computed(mesh, (*overrides, f"parallel.pipeline.schedule={schedule}"))
+def check_agrees(mesh: str, overrides: tuple[str, ...], schedule: str, *of_many: str) -> None:
+    one = on_one_device(overrides)
+    many = Computed(mesh, (*overrides, f"parallel.pipeline.schedule={schedule}", *of_many))
     jax.tree.map(np.testing.assert_array_equal, many.params, one.params)
     assert many.tokens == one.tokens
     np.testing.assert_allclose([many.loss, many.z, many.auxiliary], [one.loss, one.z, one.auxiliary], rtol=TOLERANCE)
@@ -73,3 +74,10 @@ def test_loss_and_gradients(mesh: str, schedule: str):
 )
 def test_with_other_models(overrides: tuple[str, ...]):
     check_agrees("dp=2,ep=2,pp=2", overrides, "1f1b")
+
+
+@pytest.mark.slow
+def test_fully_sharded_weights_are_the_same_model():
+    """`parallel.strategy=fsdp`: every weight cut over all devices and gathered by layer, no token sent anywhere."""
+    tied = ("model.moe.router.lb_granularity=instance", "model.moe.router.gating=sigmoid", "model.tie_embeddings=true")
+    check_agrees("dp=2,ep=2", tied, "1f1b", "parallel.strategy=fsdp", "parallel.recompute=block")

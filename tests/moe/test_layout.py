@@ -28,10 +28,14 @@ sizes = st.integers(1, 64)
     factor=st.floats(0.01, 20),
 )
 def test_capacity(tokens: int, top_k: int, local: int, size: int, factor: float):
-    """At least what was asked for and less than a row more; never more than can arrive; never none."""
-    rows, most = capacity_rows(tokens, top_k, size * local, size, factor), most_rows(tokens, top_k, size * local, size)
+    """At least what was asked for and less than a row more; never more than can arrive; never none. Where the number
+    drops no tokens, it is rounded up to whole tiles of the kernels."""
+    layer = (tokens, top_k, size * local, size)
+    rows, most = capacity_rows(*layer, factor, c.Overflow.drop), most_rows(*layer)
     assert 1 <= rows <= most
     assert rows == most or factor * tokens * top_k <= rows < factor * tokens * top_k + 1
+    rounded = capacity_rows(*layer, factor, c.Overflow.exact)
+    assert rounded % 8 == 0 and rows <= rounded < rows + 8
 
 
 def a_layout(seed: int, devices: int = 3, local: int = 2) -> Layout:

@@ -1,6 +1,10 @@
-"""What the rowwise layer becomes on GPUs, read from the program lowered for them on a machine without one."""
+"""What the rowwise layer becomes on GPUs, read from the program lowered and compiled for them where there are none."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from moejax.config import Overflow
+from moejax.hardware.absent_gpu import absent_mesh, missing
 from moejax.moe.dispatch import Transport
 from moejax.moe.exchange import through_experts
 from moejax.moe.hierarchical import Hierarchical
@@ -18,9 +23,11 @@ DEVICES, T, D, E, K = 8, 64, 16, 32, 4
 CAPACITY = 1.25
 
 
-def lowered(transport: Transport, *, backward: bool) -> str:
-    """StableHLO of a layer for CUDA; its experts double every row, so that all else is the road's."""
-    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("ep",), axis_types=(AxisType.Auto,))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def traced(transport: Transport, mesh: Mesh, *, backward: bool):
+    """A layer whose experts scale every row, so that all else is the road's."""
 
     def region(x, ids, weights, scale):
         def y(x, weights, scale):
@@ -35,8 +42,19 @@ def lowered(transport: Transport, *, backward: bool) -> str:
     fn = jax.shard_map(region, mesh=mesh, in_specs=(spec, spec, spec, PartitionSpec()), out_specs=out, check_vma=False)
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     n = DEVICES * T
-    traced = jax.jit(fn).trace(shape(n, D), shape(n, K, dtype=jnp.int32), shape(n, K, dtype=jnp.float32), shape())
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(fn).trace(shape(n, D), shape(n, K, dtype=jnp.int32), shape(n, K, dtype=jnp.float32), shape())
+
+
+def lowered(transport: Transport, *, backward: bool) -> str:
+    """StableHLO of the layer for CUDA."""
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("ep",), axis_types=(AxisType.Auto,))
+    return traced(transport, mesh, backward=backward).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def compiled(chip: str) -> str:
+    """Optimised HLO of the rowwise layer, value and gradients, for eight absent GPUs. For a process of its own."""
+    transport = Rowwise("ep", DEVICES, CAPACITY, Overflow.drop)
+    return traced(transport, absent_mesh(chip, f"ep={DEVICES}"), backward=True).lower().compile().as_text()
 
 
 def count(text: str, operation: str) -> int:
@@ -70,3 +88,25 @@ def test_hierarchical_talks_within_and_across_nodes_only():
     assert count(text, "ragged_all_to_all") == 4
     groups = re.findall(r"@ragged_all_to_all.*?replica_groups = dense<(\[\[.*?\]\])>", text)
     assert sorted(set(groups)) == ["[[0, 1, 2, 3], [4, 5, 6, 7]]", "[[0, 4], [1, 5], [2, 6], [3, 7]]"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+def test_compiled_for_absent_h200s_it_is_still_so():
+    """After all of XLA's passes: one all-gather, of counts, ragged exchanges, and nothing that reorders the buffer."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "from tests.moe.test_lowering import compiled; print(compiled('h200'))"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    calls = [line for line in done.stdout.splitlines() if " = " in line]
+
+    def of(*operations: str) -> list[str]:
+        return [x for x in calls if re.search(rf" (?:{'|'.join(operations)})(?:-start)?\(", x)]
+
+    (gather,) = of("all-gather")
+    assert f"s32[{DEVICES},{E}]" in gather
+    assert len(of("ragged-all-to-all")) == 4 and not of("all-to-all")
+    rows = Rowwise("ep", DEVICES, CAPACITY).buffer_rows(T, K, E)
+    assert any(f"bf16[{rows},{D}]" in x for x in calls)
+    for line in of("sort", "gather", "scatter", "dynamic-slice"):
+        assert f"[{rows}," not in line and f"[{rows}]" not in line, line

@@ -16,14 +16,23 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
+    describe_implementation,
     grouped_gemm,
     grouped_gemm_mosaic,
     grouped_gemm_reference,
     grouped_gemm_weight_grad_reference,
     resolve_implementation,
 )
-from pallas_kernels.grouped_gemm_blackwell import grouped_gemm_blackwell, grouped_gemm_weight_grad_blackwell
-from pallas_kernels.grouped_gemm_hopper import grouped_gemm_hopper, grouped_gemm_weight_grad_hopper
+from pallas_kernels.grouped_gemm_blackwell import (
+    grouped_gemm_blackwell,
+    grouped_gemm_weight_grad_blackwell,
+    grouped_swiglu_blackwell,
+)
+from pallas_kernels.grouped_gemm_hopper import (
+    grouped_gemm_hopper,
+    grouped_gemm_weight_grad_hopper,
+    grouped_swiglu_hopper,
+)
 from pallas_kernels.grouped_gemm_tiles import OCTET, Tiles, fit_columns, row_tiles
 
 # A row tile and a rest, two steps of the contraction, two column tiles of which the second is half empty.
@@ -32,8 +41,8 @@ TILES = Tiles(rows=128, columns=128, depth=64, stages=2, panel=2)
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 OPTIONS = dict(num_sms=2, tiles=TILES, interpret=RACES)
 KERNELS = {
-    "hopper": (grouped_gemm_hopper, grouped_gemm_weight_grad_hopper),
-    "blackwell": (grouped_gemm_blackwell, grouped_gemm_weight_grad_blackwell),
+    "hopper": (grouped_gemm_hopper, grouped_gemm_weight_grad_hopper, grouped_swiglu_hopper),
+    "blackwell": (grouped_gemm_blackwell, grouped_gemm_weight_grad_blackwell, grouped_swiglu_blackwell),
 }
 
 
@@ -63,7 +72,9 @@ def operands(seed: int, sizes: list[int]):
 
 @functools.cache
 def compiled(architecture: str, product: str):
-    gemm, weight_grad = KERNELS[architecture]
+    gemm, weight_grad, swiglu = KERNELS[architecture]
+    if product == "swiglu":
+        return jax.jit(functools.partial(swiglu, keep=True, **OPTIONS))
     if product == "weight_gradient":
         return jax.jit(functools.partial(weight_grad, **OPTIONS))
     return jax.jit(functools.partial(gemm, transpose_rhs=product == "data_gradient", **OPTIONS))
@@ -86,6 +97,20 @@ def assert_equals_reference(architecture: str, product: str, sizes: list[int], s
         assert not out[sum(sizes) :].any()
 
 
+def assert_swiglu_equals_reference(architecture: str, sizes: list[int], seed: int = 0) -> None:
+    """Up and gate as the plain product has them, and hidden rows that follow from them to one more rounding."""
+    lhs, rhs, _ = operands(seed, sizes)
+    rhs = jnp.concatenate([rhs[..., :128], rhs[..., 64:] / 2], axis=2)
+    hidden, up_gate = (
+        np.asarray(out, np.float64) for out in compiled(architecture, "swiglu")(lhs, rhs, jnp.asarray(sizes, jnp.int32))
+    )
+    expected = grouped_gemm_reference(lhs, rhs, sizes)
+    np.testing.assert_allclose(up_gate, expected, rtol=2.0**-8, atol=1e-4 * (1 + np.abs(expected).max(initial=0)))
+    up, gate = np.split(up_gate, 2, axis=1)
+    np.testing.assert_allclose(hidden, up * gate / (1 + np.exp(-gate)), rtol=2.0**-8, atol=1e-5)
+    assert not hidden[sum(sizes) :].any()
+
+
 products = pytest.mark.parametrize("product", ["forward", "data_gradient", "weight_gradient"])
 architectures = pytest.mark.parametrize("architecture", list(KERNELS))
 
@@ -101,6 +126,22 @@ def test_kernels_equal_reference(architecture, product):
     @given(sizes=group_sizes(), seed=st.integers(0, 2**31))
     def for_any_sizes(sizes, seed):
         assert_equals_reference(architecture, product, sizes, seed)
+
+    for_any_sizes()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@architectures
+def test_swiglu_kernels_equal_reference(architecture):
+    """Two column tiles of 64 columns of up and 64 of gate."""
+    for sizes in ("one group has all", "every group begins and ends off the tiles", "several groups within eight rows"):
+        assert_swiglu_equals_reference(architecture, EDGES[sizes])
+
+    @settings(max_examples=1, deadline=None, derandomize=True, database=None)
+    @given(sizes=group_sizes(), seed=st.integers(0, 2**31))
+    def for_any_sizes(sizes, seed):
+        assert_swiglu_equals_reference(architecture, sizes, seed)
 
     for_any_sizes()
 
@@ -245,13 +286,22 @@ def test_auto_goes_by_the_device_that_is_compiled_for(kind):
     assert resolve_implementation("auto", "cuda") == "xla", "no GPU is in sight here"
 
 
+def test_what_auto_takes_is_said_with_the_reason():
+    with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA H200")):
+        assert describe_implementation("gpu", "bfloat16", (2048, 1024)) == "'mosaic'"
+        said = describe_implementation("gpu", "float32", (2048, 1024))
+        assert said == "'xla', since 'mosaic' takes bfloat16 operands, got float32"
+    assert "compute capability" in describe_implementation("gpu", "bfloat16", (64, 64))
+    assert describe_implementation("cpu", "float32", (64, 64)) == "'loop'"
+
+
 @pytest.mark.parametrize(
     "capability, kernel", {"9.0": "hopper", "10.0": "blackwell", "10.3": "blackwell", "12.0": None}.items()
 )
 def test_a_real_device_states_its_capability(monkeypatch, capability, kernel):
     device = types.SimpleNamespace(device_kind="NVIDIA new", compute_capability=capability, core_count=99)
     monkeypatch.setattr(grouped_gemm_mosaic.backend, "get_default_device", lambda: device)
-    assert grouped_gemm_mosaic.target() == (grouped_gemm_mosaic.Target(kernel, 99) if kernel else None)
+    assert grouped_gemm_mosaic.target() == (grouped_gemm_mosaic.Target(kernel, 99, "NVIDIA new") if kernel else None)
 
 
 @pytest.mark.parametrize("kind, kernel", [("NVIDIA H200", "hopper"), ("NVIDIA B200", "blackwell")])

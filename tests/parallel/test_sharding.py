@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from moejax.mesh import AXES, MeshShape
-from moejax.parallel.sharding import RULES, param_spec, zero_layout
+from moejax.mesh import AXES, MeshShape, make_mesh
+from moejax.parallel.sharding import RULES, param_spec, reduce_gradient, zero_layout
 from moejax.parallel.step import TrainState
 from tests.small import small_batch, small_program
 
@@ -130,3 +130,23 @@ def test_what_processes_feed_is_each_sequence_to_the_device_that_one_process_wou
     assert set(fed) == set(on_device)
     for device, there in on_device.items():
         np.testing.assert_array_equal(fed[device], there)
+
+
+def test_a_large_stack_is_reduced_layer_by_layer_to_the_same_parts(monkeypatch):
+    mesh, shape = MeshShape(pp=1, dp=2, ep=2), (3, 2, 4, 8)
+    layout = zero_layout(shape, ("layers", "experts", "embed", "mlp"), mesh)
+    assert layout.dimension == 3 and layout.scatter_axes == ("dp",)
+    gradient = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)  # one for each dp
+
+    def reduce(x):
+        part = lambda g: reduce_gradient(g[0], layout)  # noqa: E731
+        spec = PartitionSpec("dp", None, "ep")
+        region = jax.shard_map(part, mesh=make_mesh(mesh), in_specs=spec, out_specs=layout.spec, check_vma=False)
+        return jax.jit(region).lower(x)
+
+    whole = reduce(gradient)
+    monkeypatch.setattr("moejax.parallel.sharding.LARGE_BYTES", 0)
+    by_layer = reduce(gradient)
+    assert "while" in by_layer.as_text() and "while" not in whole.as_text()
+    for lowered in (whole, by_layer):
+        np.testing.assert_array_equal(lowered.compile()(gradient), gradient.sum(0))
