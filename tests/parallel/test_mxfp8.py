@@ -36,26 +36,28 @@ def distance(ours: Any, theirs: Any) -> float:
     return max(jax.tree.leaves(apart))
 
 
+def test_the_step_is_near_what_it_stands_for():
+    """Loss and gradients beside those of fp32: apart by what rounding does everywhere, and not by more."""
+    (loss, here), (exact_loss, exact) = gradients("dp=1", *ALL), gradients("dp=1")
+    assert loss == pytest.approx(exact_loss, rel=1e-2)
+    assert 2e-2 < distance(here, exact) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
     [
         ("pp=2", ("parallel.pipeline.schedule=zero_bubble", "parallel.pipeline.stash=residuals")),
-        pytest.param(
-            "dp=2,ep=2,pp=2",
-            ("parallel.experts.transport=rowwise", "parallel.recompute=block"),
-            marks=pytest.mark.slow,
-        ),
+        ("dp=2,ep=2,pp=2", ("parallel.experts.transport=rowwise", "parallel.recompute=block")),
     ],
 )
 def test_schedules_and_meshes_agree(mesh, overrides):
-    """To what a number on the edge of two roundings does; the distance to fp32 is what rounding does everywhere."""
+    """To what a number on the edge of two roundings does."""
     loss, here = gradients("dp=1", *ALL)
     other_loss, there = gradients(mesh, *ALL, *overrides)
     assert other_loss == pytest.approx(loss, rel=1e-4)
     assert distance(there, here) < 1e-2
-    exact_loss, exact = gradients("dp=1")
-    assert loss == pytest.approx(exact_loss, rel=1e-2)
-    assert 2e-2 < distance(here, exact) < 0.5
 
 
 @pytest.mark.slow
