@@ -30,6 +30,12 @@ from moejax.config_moe import RouterConfig as RouterConfig
 from moejax.config_moe import ScoreBias as ScoreBias
 from moejax.config_moe import Transport as Transport
 from moejax.config_moe import validate_experts, validate_moe
+from moejax.config_mxfp8 import Format as Format
+from moejax.config_mxfp8 import Hardware as Hardware
+from moejax.config_mxfp8 import MXFP8Config as MXFP8Config
+from moejax.config_mxfp8 import SavedHidden as SavedHidden
+from moejax.config_mxfp8 import ScaleRule as ScaleRule
+from moejax.config_mxfp8 import validate_mxfp8
 
 FULL_ATTENTION = -1  # in window patterns
 
@@ -243,6 +249,9 @@ class ParallelConfig:
 class PrecisionConfig:
     params: Dtype = option(Dtype.bfloat16, "Dtype of the resident weights; the master copy is always fp32.")
     compute: Dtype = option(Dtype.bfloat16, "Dtype of activations; router, norms, softmax and losses are fp32.")
+    mxfp8: MXFP8Config = option(
+        MXFP8Config(), "What is kept, sent and multiplied in 8 bits; router, norms and head never."
+    )
 
 
 @dataclass(frozen=True)
@@ -409,6 +418,7 @@ def validate(config: Config) -> Config:
         f"parallel.experts.transport={transport} carries tokens to experts, and under parallel.strategy=fsdp every "
         "device has all experts; set transport=auto, or strategy=resident.",
     )
+    validate_mxfp8(config)
     for name, beta in zip(("first", "second"), config.optimizer.betas, strict=True):
         require(0 <= beta < 1, f"optimizer.betas: the {name}, {beta}, is not in [0, 1).")
     for name, seed in {"train.seed": config.train.seed, "data.seed": config.data.seed}.items():

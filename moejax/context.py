@@ -10,6 +10,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 if TYPE_CHECKING:
+    from moejax.models.quantised import MXRecipe, QuantisedWeight
     from moejax.moe.dispatch import Transport
 
 DRAWS = ("scores", "jitter", "pool")
@@ -36,6 +37,9 @@ class Context:
     key: for whatever is drawn (random routing, jitter, pools); folded with the layer by the caller.
     score_bias: fp32[layers, E], of the router's choice (`config.ScoreBias`); of one layer, [E], after `for_layer`.
     training: whether jitter and random pools apply.
+    quantised: the block's weights that are kept in MXFP8, in the shape of its parameters, None for the others; None
+        without any. recipe: how they are multiplied by. excluded: bool[layers], those whose weights are in MXFP8 but
+        not used so; None without any; of one layer, a scalar, after `for_layer`.
     """
 
     segment_ids: Int[Array, "B S"]
@@ -48,6 +52,16 @@ class Context:
     key: Array | None = None
     score_bias: Float[Array, "*layers E"] | None = None
     training: bool = False
+    quantised: Any = None
+    recipe: "MXRecipe | None" = None
+    excluded: Bool[Array, "*layers"] | None = None
+
+    def quantised_weight(self, *path: str) -> "QuantisedWeight | None":
+        """The weight at this place among the block's parameters, if it is kept in MXFP8."""
+        found = self.quantised
+        for name in path:
+            found = None if found is None else found.get(name)
+        return found
 
     @property
     def valid_T(self) -> Bool[Array, "T"]:
@@ -57,7 +71,8 @@ class Context:
         """What of it is another for each layer, counted in the model, dense ones included."""
         key = None if self.key is None else jax.random.fold_in(self.key, layer)
         bias = None if self.score_bias is None else lax.dynamic_index_in_dim(self.score_bias, layer, keepdims=False)
-        return replace(self, key=key, score_bias=bias)
+        excluded = None if self.excluded is None else self.excluded[layer]
+        return replace(self, key=key, score_bias=bias, excluded=excluded)
 
     def draw(self, sample: Callable[[Array, tuple[int, ...]], Array], shape: tuple[int, ...], what: str) -> Array:
         """[T, *shape] of random values, by sequence: the same on every mesh, and the same again in recompute.
@@ -76,7 +91,7 @@ def single_device_context(
     score_bias: Float[Array, "L E"] | None = None,
 ) -> Context:
     """The context of a batch that stands whole on one device, every token counted; score_bias: a row for each layer."""
-    from moejax.moe.dispatch import Local  # here, since transports import this module's neighbours
+    from moejax.moe.local import Local  # here, since transports import this module's neighbours
 
     batch, length = segment_ids.shape
     count = jnp.sum(segment_ids >= 0).astype(jnp.float32)

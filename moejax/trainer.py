@@ -36,6 +36,7 @@ from moejax.observe.log import open_log
 from moejax.observe.profile import ProfiledSteps
 from moejax.observe.progress import Progress
 from moejax.observe.writers import open_writers
+from moejax.parallel import mxfp8
 from moejax.parallel.step import PortableState, StepMetrics, TrainProgram, TrainState
 from moejax.run_folder import RunFolder, changed_settings, other_model
 from moejax.signals import Agreement, Interruption, signal_name
@@ -315,6 +316,9 @@ class Trainer:
             f"Model: {counts.total / 1e6:,.2f}M parameters, {counts.active / 1e6:,.2f}M active per token, "
             f"{program.parameter_bytes_per_device() / 2**20:,.1f} MiB of {c.precision.params.value} weights a device."
         )
+        in_mx = mxfp8.sentence(c, self.mesh)
+        if in_mx is not None:
+            yield in_mx
         if c.model.n_moe_layers:
             yield (
                 f"Experts: {c.model.moe.num_experts}, {c.model.moe.top_k} per token; transport "

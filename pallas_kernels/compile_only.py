@@ -27,9 +27,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.mx_compile_only import MX_KERNELS, described
+
 # swiglu: gate and up in one pass, SwiGLU at the end; swiglu_kept: up and gate come out as well, for training.
 GROUPED_GEMM = ("forward", "data_gradient", "weight_gradient", "swiglu", "swiglu_kept")
-KERNELS = (*GROUPED_GEMM, "top_k")
+KERNELS = (*GROUPED_GEMM, "top_k", *MX_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ CHIPS = {
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05_mma": r"\btcgen05\.mma\.",
+    "block_scaled_mma": r"\btcgen05\.mma\.\S*block_scale",
     "tma_loads": r"\bcp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global",
     "tma_stores": r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared",
 }
@@ -66,8 +69,8 @@ class CannotCompile(RuntimeError):
 
 
 def kernels_of(chip: str) -> tuple[str, ...]:
-    """All that a chip can run."""
-    return KERNELS if chip in CHIPS else ()
+    """All that a chip can run: Hopper has no tensor cores for the MXFP8 product."""
+    return tuple(k for k in KERNELS if k != "mx_forward" or CHIPS[chip].architecture == "blackwell")
 
 
 def compile_row(
@@ -240,6 +243,12 @@ def _compile_kernel(
         from pallas_kernels.routing_mosaic import top_k_mosaic
 
         _compile(lambda logits, _: top_k_mosaic(logits, 4), chip, 1, [((rows, groups), "float32")], groups)
+        return
+    if kernel in MX_KERNELS:
+        function, operands = described(
+            kernel, CHIPS[chip].num_sms, rows=rows, width=width, hidden=hidden, groups=groups
+        )
+        _compile(function, chip, 1, operands, groups)
         return
     architecture = architecture or CHIPS[chip].architecture
     module = importlib.import_module(f"pallas_kernels.grouped_gemm_{architecture}")

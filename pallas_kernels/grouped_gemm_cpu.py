@@ -14,6 +14,7 @@ group, of a height close to its size, rather than several exact ones; and hence 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,22 +47,42 @@ def tile_heights(rows: int, num_groups: int) -> tuple[int, ...]:
 
 def grouped_gemm_loop(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, transpose_rhs: bool) -> Array:
     """`grouped_gemm` by loops; rhs is [E, D, F], or [E, F, D] if `transpose_rhs`. Shapes are checked by the caller."""
-    rows, width = lhs_RD.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    return grouped_gemm_by_tiles(
+        lambda start, height: _rows(lhs_RD, start, height),
+        lambda expert: _entry(rhs, expert),
+        (lhs_RD.shape[0], rhs.shape[1 if transpose_rhs else 2]),
+        lhs_RD.dtype,
+        group_sizes_E,
+        transpose_rhs=transpose_rhs,
+    )
+
+
+def grouped_gemm_by_tiles(
+    rows_of: Callable[[Array, int], Array],
+    weight_of: Callable[[Array], Array],
+    shape: tuple[int, int],
+    dtype: Any,
+    group_sizes_E: Array,
+    *,
+    transpose_rhs: bool,
+) -> Array:
+    """The same for operands that are made as they are read: rows_of(start, height) [height, D], weight_of(expert)."""
+    rows, width = shape
     contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
     def multiply(start: Array, height: int, weight: Array) -> Array:
-        tile = lax.dot_general(_rows(lhs_RD, start, height), weight, contracted, preferred_element_type=jnp.float32)
-        return tile.astype(lhs_RD.dtype)
+        tile = lax.dot_general(rows_of(start, height), weight, contracted, preferred_element_type=jnp.float32)
+        return tile.astype(dtype)
 
     def small(out_RF: Array, expert: Array, begin: Array, end: Array, height: int) -> Array:
         # Rows of other groups in the tile get their old value back: the loops do not run in the order of the rows.
         start = jnp.minimum(begin, rows - height)
         mine = _row_mask(start, begin, end, height)
-        tile = jnp.where(mine, multiply(start, height, _entry(rhs, expert)), _rows(out_RF, start, height))
+        tile = jnp.where(mine, multiply(start, height, weight_of(expert)), _rows(out_RF, start, height))
         return _put_rows(out_RF, tile, start)
 
     def large(out_RF: Array, expert: Array, begin: Array, end: Array) -> Array:
-        weight = _entry(rhs, expert)
+        weight = weight_of(expert)
         whole = (end - begin) // _LARGE_ROWS
         rest = begin + whole * _LARGE_ROWS
 
@@ -77,7 +98,7 @@ def grouped_gemm_loop(lhs_RD: Array, rhs: Array, group_sizes_E: Array, *, transp
         out_RF = lax.fori_loop(0, whole, whole_tile, out_RF)
         return lax.fori_loop(0, -((rest - end) // _REST_ROWS), rest_tile, out_RF)
 
-    return _for_each_group(jnp.zeros((rows, width), lhs_RD.dtype), rows, group_sizes_E, small, large)
+    return _for_each_group(jnp.zeros((rows, width), dtype), rows, group_sizes_E, small, large)
 
 
 def grouped_gemm_weight_grad_loop(lhs_RD: Array, grad_RF: Array, group_sizes_E: Array) -> Array:

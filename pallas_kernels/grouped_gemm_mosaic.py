@@ -38,7 +38,7 @@ def target() -> Target | None:
     """The GPU that a program traced now is meant for, if there are kernels for it."""
     abstract, default = jax.sharding.get_abstract_mesh().abstract_device, backend.get_default_device()
     device = default if abstract is None or abstract.device_kind == default.device_kind else abstract
-    architecture = _architecture(device)
+    architecture = architecture_of(device)
     return Target(architecture, _num_sms(device), device.device_kind) if architecture else None
 
 
@@ -131,7 +131,8 @@ def _whole_octets(rows_RD: Array) -> Array:
     return jnp.pad(rows_RD, ((0, missing), (0, 0))) if missing else rows_RD
 
 
-def _architecture(device: Any) -> str | None:
+def architecture_of(device: Any) -> str | None:
+    """Whose kernels a device runs, "hopper" or "blackwell"; None if nobody's."""
     capability = str(getattr(device, "compute_capability", ""))
     if capability:
         return {"9.0": "hopper", "10.0": "blackwell", "10.3": "blackwell"}.get(capability)

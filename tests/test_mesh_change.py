@@ -1,7 +1,7 @@
 """A run that changes mesh, transport, schedule and precision on its way: it goes on as the run that never did.
 
-    20 steps on one device ---------------------------------------------------> losses, weights, moments
-    8 on dp=2,ep=2,pp=2 under 1F1B --> 6 on ep=4 --> 6 on one device ---------> the same, to rounding
+20 steps on one device ---------------------------------------------------> losses, weights, moments
+8 on dp=2,ep=2,pp=2 under 1F1B --> 6 on ep=4 --> 6 on one device ---------> the same, to rounding
 """
 
 from pathlib import Path

@@ -43,10 +43,10 @@ from moejax.config import (
 from moejax.errors import UserError
 from moejax.mesh import MeshShape, make_mesh, prepare_devices
 from moejax.moe.choose import make_transport, options
-from moejax.moe.dispatch import Local
 from moejax.moe.dispatch import Transport as TransportObject
 from moejax.moe.exchange import through_experts
 from moejax.moe.layer import ExpertWeights, expert_mlps
+from moejax.moe.local import Local
 
 ROUTINGS = ("balanced", "zipf", "one-hot", "learned")
 

@@ -99,7 +99,7 @@ def step_of(config: Config, seed: int) -> Callable[[], Any]:
         }
     )
     params = program.init().params
-    gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), program.abstract)
     step = jax.jit(lambda old, *rest: program.gradients(*rest), donate_argnums=0, keep_unused=True)
     key = jax.random.key(seed)
     box = [gradients]

@@ -129,7 +129,7 @@ def compiled_gradients(program: TrainProgram, microbatches: int, seed: int) -> t
         }
     )
     params = program.init().params
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), program.abstract)
     zeros = jax.device_put(zeros, program.named(program.zero_specs))
     step = jax.jit(lambda old, *rest: program.gradients(*rest), donate_argnums=0, keep_unused=True)
     compiled = step.lower(zeros, params, batch, jax.random.key(seed)).compile()

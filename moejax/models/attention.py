@@ -6,6 +6,7 @@
 Letters: N query heads, M kv heads, H head width, Q = N + 2M heads of the packed projection.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,7 @@ from moejax.context import Context
 from moejax.models.blocked_attention import block_length, blocked_attention
 from moejax.models.norms import RMSNorm
 from moejax.models.parameters import weight, zeros
+from moejax.models.quantised import mx_linear, unless
 
 
 def rotary(x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float) -> Float[Array, "B S N H"]:
@@ -68,10 +70,13 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(c.head_dim * (c.n_heads if full else 1), config.norm_eps, "head")
             self.k_norm = RMSNorm(c.head_dim * (c.n_kv_heads if full else 1), config.norm_eps, "head")
 
-    def project(self, x: Float[Array, "B S D"], positions: Int[Array, "B S"]) -> tuple[Array, Array, Array]:
-        """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated."""
-        c = self.config
-        qkv = jnp.einsum("bsd,dqh->bsqh", x, self.w_qkv[...].astype(x.dtype))
+    def project(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], context: Context | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Queries [B,S,N,H], keys and values [B,S,M,H], normed and rotated. context: of weights in MXFP8."""
+        c, w_qkv = self.config, self.w_qkv[...].astype(x.dtype)
+        plain = lambda x, w: jnp.einsum("bsd,dqh->bsqh", x, w)  # noqa: E731
+        qkv = _projected(plain, x, w_qkv, context, "w_qkv")
         if c.qkv_bias:
             qkv = qkv + self.b_qkv[...].astype(x.dtype)
         q, k, v = jnp.split(qkv, [c.n_heads, c.n_heads + c.n_kv_heads], axis=2)
@@ -83,7 +88,7 @@ class Attention(nnx.Module):
         return rotary(q, positions, c.rope_theta), rotary(k, positions, c.rope_theta), v
 
     def __call__(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Float[Array, "B S D"]:
-        q, k, v = self.project(x, context.positions)
+        q, k, v = self.project(x, context.positions, context)
         implementation = choose_implementation(self.config.implementation, x.dtype)
         reach = window if self.windowed else None
         if implementation == "blocks":
@@ -93,4 +98,19 @@ class Attention(nnx.Module):
             mask = attention_mask(context.segment_ids, reach)
             y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
             y = checkpoint_name(y, "attention")  # a region that recompute policies know by name
-        return jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype))
+        plain = lambda x, w: jnp.einsum("bsnh,nhd->bsd", x, w)  # noqa: E731
+        return _projected(plain, y, self.w_out[...].astype(x.dtype), context, "w_out")
+
+
+def _projected(plain: Callable[[Array, Array], Array], x: Array, w: Array, context: Context | None, name: str) -> Array:
+    """plain(x, w), a product over all axes of x after [B, S]; in MXFP8 where the block's weight of this name is."""
+    quantised = context.quantised_weight("attention", name) if context else None
+    if context is None or context.recipe is None or quantised is None:
+        return plain(x, w)
+    recipe = context.recipe
+
+    def in_mx(x: Array, w: Array) -> Array:
+        y = mx_linear(x.reshape(*x.shape[:2], -1), w, quantised, recipe)
+        return y.reshape(*x.shape[:2], *w.shape[x.ndim - 2 :])
+
+    return unless(context.excluded, plain, in_mx, x, w)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from moejax.config import ModelConfig, NormPlacement
 from moejax.context import Context
 from moejax.models.attention import Attention
-from moejax.models.mlp import MLP
+from moejax.models.mlp import MLP, quantised_mlp
 from moejax.models.norms import RMSNorm
 from moejax.moe.layer import Auxiliary, MoELayer
 from moejax.moe.router import Routing
@@ -59,7 +59,7 @@ class Block(nnx.Module):
                 out_TD, auxiliary = self.moe(inside.reshape(-1, inside.shape[-1]), context)
                 out = out_TD.reshape(h.shape)
             else:
-                out, auxiliary = self.mlp(inside), None
+                out, auxiliary = self.mlp(inside, quantised_mlp(context, "mlp")), None
             return h + self._norm("mlp_out_norm", out).astype(jnp.result_type(h)), auxiliary
 
     def route(self, x: Float[Array, "B S D"], context: Context, window: Int[Array, ""]) -> Routing:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jaxtyping import Int, PyTree
 
 from moejax.config import Overflow
-from moejax.moe.dispatch import Arrivals, Plan
+from moejax.moe.dispatch import Arrivals, Code, Plan
 from moejax.moe.layout import Layout, capacity_rows, receive_layout, window
 from moejax.moe.rowwise import plan_rounds, too_many_rows
 
@@ -61,8 +61,8 @@ class AllGather:
         return capacity_rows(tokens, top_k, n_experts, self.size, self.capacity_factor, self.overflow)
 
     def sent_bytes(self, tokens: int, top_k: int, n_experts: int, width: int, itemsize: int) -> float:
-        # the sums come back in fp32
-        return (self.size - 1) * tokens * width * (itemsize + 4)
+        # the sums come back in fp32, or in MXFP8 if that is how rows travel
+        return (self.size - 1) * tokens * width * (itemsize + (4 if itemsize > 1 else 1))
 
     def refusal(self, tokens: int, top_k: int, n_experts: int) -> str | None:
         if self.size * tokens > MOST_TOKENS:
@@ -108,6 +108,42 @@ class AllGather:
         rows_RD = jnp.where(seats.there[:, None], expert_rows_RD.astype(jnp.float32), 0) * weight_R[:, None]
         return _collect(rows_RD, seats, road.top_k.shape[0], self.axis_name)
 
+    # Sums do not travel in a code, so what comes back is the sum of a token's rows on each device, coded and summed on
+    # arrival; and the gradient that is spread is coded before it meets a weight, and once more after.
+
+    def combine_coded(
+        self, rows_RD: Array, weights_TK: Array, plan: Plan, round: Any, code: Code
+    ) -> tuple[Array, PyTree[Array]]:
+        road: AllGatherRoad = plan.road
+        seats, _ = self._seats(road, round)
+        weight_R = _spread_rows(weights_TK.reshape(-1), seats, 1, self.axis_name)
+        weighted_RD = jnp.where(seats.there[:, None], rows_RD.astype(jnp.float32), 0) * weight_R[:, None]
+        return self._coded_sum(weighted_RD, seats, road.top_k.shape[0], code), code.encode(rows_RD)
+
+    def combine_coded_gradients(
+        self, kept: PyTree[Array], weights_TK: Array, grad_TD: Array, plan: Plan, round: Any, code: Code
+    ) -> tuple[PyTree[Array], Array]:
+        road: AllGatherRoad = plan.road
+        seats, _ = self._seats(road, round)
+        spread = lambda x: _spread_rows(x, seats, road.top_k.shape[0], self.axis_name)  # noqa: E731
+        grad_RD = code.decode(jax.tree.map(spread, code.encode(grad_TD.astype(jnp.float32))))
+        grad_RD = jnp.where(seats.there[:, None], grad_RD, 0)
+        weight_R = _spread_rows(weights_TK.reshape(-1), seats, 1, self.axis_name)
+        rows_RD = jnp.where(seats.there[:, None], code.decode(kept), 0)
+        grad_weights = _collect_rows(jnp.sum(rows_RD * grad_RD, axis=-1), seats, 1, self.axis_name)
+        return code.encode(grad_RD * weight_R[:, None]), grad_weights.reshape(weights_TK.shape).astype(weights_TK.dtype)
+
+    def dispatch_coded_gradient(self, grad_RD: Array, plan: Plan, round: Any, code: Code) -> Array:
+        road: AllGatherRoad = plan.road
+        seats, _ = self._seats(road, round)
+        return self._coded_sum(grad_RD, seats, road.top_k.shape[0], code)
+
+    def _coded_sum(self, rows_RD: Array, seats: Seats, per: int, code: Code) -> Array:
+        mine_AD = code.encode(_sum_by_row(rows_RD, seats, per))  # of all devices' tokens, this device's part
+        swap = lambda x: lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)  # noqa: E731
+        parts_AD = code.decode(jax.tree.map(swap, mine_AD))
+        return jnp.sum(parts_AD.reshape(self.size, -1, parts_AD.shape[-1]), axis=0)
+
 
 def _spread_rows(x_T: Array, seats: Seats, per: int, axis_name: str) -> Array:
     """The rows of this device's seats out of all devices' [T, ...], `per` routes to a row; zeros where nobody sits."""
@@ -118,6 +154,11 @@ def _spread_rows(x_T: Array, seats: Seats, per: int, axis_name: str) -> Array:
 
 def _collect_rows(rows_R: Array, seats: Seats, per: int, axis_name: str) -> Array:
     """Its transpose: the sum of a row's routes over all devices, back where the row came from; summed in fp32."""
+    return lax.psum_scatter(_sum_by_row(rows_R, seats, per), axis_name, tiled=True).astype(rows_R.dtype)
+
+
+def _sum_by_row(rows_R: Array, seats: Seats, per: int) -> Array:
+    """fp32; of each row of all devices, the sum of its routes that sit here."""
     seat_AK = seats.seat.reshape(-1, per)
 
     def of_route(k: int) -> Array:
@@ -125,8 +166,7 @@ def _collect_rows(rows_R: Array, seats: Seats, per: int, axis_name: str) -> Arra
         there_A = (seat_A >= 0).reshape(-1, *[1] * (rows_R.ndim - 1))
         return jnp.where(there_A, jnp.take(rows_R, jnp.maximum(seat_A, 0), axis=0), 0).astype(jnp.float32)
 
-    total = functools.reduce(lambda sum, k: sum + of_route(k), range(1, per), of_route(0))
-    return lax.psum_scatter(total, axis_name, tiled=True).astype(rows_R.dtype)
+    return functools.reduce(lambda sum, k: sum + of_route(k), range(1, per), of_route(0))
 
 
 _spread = jax.custom_vjp(_spread_rows, nondiff_argnums=(2, 3))

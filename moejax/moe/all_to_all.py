@@ -20,7 +20,8 @@ from moejax.config import Overflow
 from moejax.moe.collectives import exclusive_cumsum, rearrange_rows
 from moejax.moe.dispatch import Arrivals, Plan
 from moejax.moe.layout import count_rounds, traffic
-from moejax.moe.routes import Routes, sort_routes, take_rows, weighted_sum
+from moejax.moe.routes import Routes, sort_routes
+from moejax.moe.row_transport import RowTransport
 from moejax.moe.rowwise import too_many_rows
 
 
@@ -46,7 +47,7 @@ class Runs(NamedTuple):
     moved: Array
 
 
-class AllToAll:
+class AllToAll(RowTransport):
     """Experts sharded over the mesh axis `axis_name` of `size` devices; runs inside a manual region over that axis."""
 
     name = "all_to_all"
@@ -112,24 +113,30 @@ class AllToAll:
     def _swap(self, slots: Array) -> Array:
         return lax.all_to_all(slots, self.axis_name, 0, 0, tiled=True)
 
-    def dispatch(self, rows: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
+    def routes(self, plan: Plan, round: Any) -> tuple[Routes, Array, int]:
         road: AllToAllRoad = plan.road
-        runs, top_k = self._runs(road, round), road.top_k.shape[0]
-        n, n_rows = road.routes.route.shape[0], self.size * self._slot(road)
+        return road.routes, self._runs(road, round).moved, road.top_k.shape[0]
 
-        def send(x: Array) -> Array:
-            x_N = take_rows(x, road.routes, runs.moved, top_k)
+    def there(self, rows_ND: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
+        road: AllToAllRoad = plan.road
+        runs, n = self._runs(road, round), road.routes.route.shape[0]
+        n_rows = self.size * self._slot(road)
+
+        def send(x_N: Array) -> Array:
             arrived = self._swap(rearrange_rows(x_N, *runs.leaving, n_rows, n))
             return rearrange_rows(arrived, *runs.arriving, n_rows, n_rows)
 
-        return Arrivals(jax.tree.map(send, rows), runs.group_sizes)
+        return Arrivals(jax.tree.map(send, rows_ND), runs.group_sizes)
 
-    def combine(self, expert_rows_RD: Array, weights_TK: Array, plan: Plan, round: Any) -> Array:
+    def back(self, rows_RD: PyTree[Array], plan: Plan, round: Any) -> PyTree[Array]:
         road: AllToAllRoad = plan.road
-        runs = self._runs(road, round)
-        n, n_rows = road.routes.route.shape[0], expert_rows_RD.shape[0]
+        runs, n = self._runs(road, round), road.routes.route.shape[0]
+        n_rows = self.size * self._slot(road)
         by_source, size, by_expert = runs.arriving
-        returned = self._swap(rearrange_rows(expert_rows_RD, by_expert, size, by_source, n_rows, n_rows))
-        first, size, slots = runs.leaving
-        rows_ND = rearrange_rows(returned, slots, size, first, n, n_rows)
-        return weighted_sum(rows_ND, weights_TK, road.routes, runs.moved)
+        first, leaving, slots = runs.leaving
+
+        def send(x_R: Array) -> Array:
+            returned = self._swap(rearrange_rows(x_R, by_expert, size, by_source, n_rows, n_rows))
+            return rearrange_rows(returned, slots, leaving, first, n, n_rows)
+
+        return jax.tree.map(send, rows_RD)

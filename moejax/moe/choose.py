@@ -16,14 +16,16 @@ Whether the ragged exchange is also the fastest on a given machine is a question
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moejax.config import Config, Dtype, Granularity, Overflow
+from moejax.config import Config, Dtype, Format, Granularity, Overflow
 from moejax.config import Transport as Name
+from moejax.config_mxfp8 import BLOCK
 from moejax.errors import UserError
 from moejax.mesh import MeshShape
 from moejax.moe.all_gather import AllGather
 from moejax.moe.all_to_all import AllToAll
-from moejax.moe.dispatch import Local, Transport
+from moejax.moe.dispatch import Transport
 from moejax.moe.hierarchical import Hierarchical
+from moejax.moe.local import Local
 from moejax.moe.rowwise import Rowwise
 
 
@@ -87,6 +89,9 @@ def options(config: Config, shape: MeshShape) -> tuple[Option, ...]:
     """Every transport, the preferred ones first."""
     layer = layer_shape(config, shape)
     itemsize = {Dtype.float32: 4, Dtype.bfloat16: 2}[config.precision.compute]
+    scales = 1.0
+    if config.precision.mxfp8.experts == Format.mxfp8:
+        itemsize, scales = 1, 1 + 1 / BLOCK  # a byte a number, and a byte for each block
     layers = -(-config.model.n_moe_layers // shape.pp)
     exchanges = 2 * layers * config.parallel.pipeline.microbatches  # forward and backward
     rows = []
@@ -97,7 +102,7 @@ def options(config: Config, shape: MeshShape) -> tuple[Option, ...]:
             refusal = f"needs ep=1, and the mesh has ep={shape.ep}"
         if name == Name.all_to_all and config.parallel.experts.overflow == Overflow.drop:
             refusal = "has slots of another kind than overflow=drop is about"
-        sent = transport.sent_bytes(*layer, config.model.d_model, itemsize) * exchanges
+        sent = transport.sent_bytes(*layer, config.model.d_model, itemsize) * scales * exchanges
         rows.append(Option(name.value, transport.buffer_rows(*layer), int(sent), refusal))
     return tuple(rows)
 

@@ -4,19 +4,15 @@
     x_TD --dispatch(round)--> rows_RD, group_sizes_e --experts--> rows_RD --combine(round)--> y_TD    summed over rounds
 
 A transport owns the road between dispatch and combine; this module owns the contract, so that the layer never knows
-which road was taken, and the road that takes nothing anywhere (`Local`). The rounds are run by
-`exchange.through_experts`.
+which road was taken. The rounds are run by `exchange.through_experts`.
 Letters: T tokens here, K experts per token, N = T K routes, R buffer rows, E experts in all, e experts here, D width.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, PyTree
-
-from moejax.moe.routes import Routes, sort_routes, take_rows, weighted_sum
 
 
 class Arrivals(NamedTuple):
@@ -57,6 +53,13 @@ class Plan(NamedTuple):
     road: Any
 
 
+class Code(NamedTuple):
+    """How rows look while they travel. encode: float[n, D] to a pytree of [n, ...]; decode: back, to fp32[n, D]."""
+
+    encode: Callable[[Array], PyTree[Array]]
+    decode: Callable[[PyTree[Array]], Array]
+
+
 class Transport(Protocol):
     """The contract. A transport is a small immutable object made once per program; its methods are pure.
 
@@ -95,39 +98,28 @@ class Transport(Protocol):
         """fp32: this round's part of y."""
         ...
 
+    # Rows in a code (MXFP8), where no derivative is taken, since integers travel; `dispatch` takes such rows as well.
 
-class LocalRoad(NamedTuple):
-    routes: Routes
-    moved: Array
-    top_k: Array  # [K], only its length counts: a shape cannot be data
+    def combine_coded(
+        self, rows_RD: Float[Array, "R D"], weights_TK: Float[Array, "T K"], plan: Plan, round: Any, code: Code
+    ) -> tuple[Float[Array, "T D"], PyTree[Array]]:
+        """As `combine`, and what its gradients need, coded."""
+        ...
 
+    def combine_coded_gradients(
+        self,
+        kept: PyTree[Array],
+        weights_TK: Float[Array, "T K"],
+        grad_TD: Float[Array, "T D"],
+        plan: Plan,
+        round: Any,
+        code: Code,
+    ) -> tuple[PyTree[Array], Float[Array, "T K"]]:
+        """The gradients of `combine_coded` in its rows [R, ...], coded as they arrived, and in its weights."""
+        ...
 
-class Local:
-    """Every expert is here (ep=1): sort by expert, gather, and back. R = N, so nothing can overflow."""
-
-    name = "local"
-
-    def buffer_rows(self, tokens: int, top_k: int, n_experts: int) -> int:
-        return tokens * top_k
-
-    def sent_bytes(self, tokens: int, top_k: int, n_experts: int, width: int, itemsize: int) -> float:
-        return 0.0
-
-    def refusal(self, tokens: int, top_k: int, n_experts: int) -> str | None:
-        return None
-
-    def plan(self, expert_ids_TK: Array, n_experts: int) -> Plan:
-        routes = sort_routes(expert_ids_TK, n_experts)
-        rows = jnp.sum(routes.counts)
-        moved_N = jnp.arange(routes.route.shape[0]) < rows
-        zero = jnp.zeros((), jnp.float32)
-        traffic = Traffic(rows.astype(jnp.float32) / expert_ids_TK.size, zero, zero, zero + 1)
-        return Plan(None, traffic, LocalRoad(routes, moved_N, jnp.zeros(expert_ids_TK.shape[1])))
-
-    def dispatch(self, rows: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
-        road: LocalRoad = plan.road
-        take = lambda x: take_rows(x, road.routes, road.moved, road.top_k.shape[0])  # noqa: E731
-        return Arrivals(jax.tree.map(take, rows), road.routes.counts)
-
-    def combine(self, expert_rows_RD: Array, weights_TK: Array, plan: Plan, round: Any) -> Array:
-        return weighted_sum(expert_rows_RD, weights_TK, plan.road.routes, plan.road.moved)
+    def dispatch_coded_gradient(
+        self, grad_RD: Float[Array, "R D"], plan: Plan, round: Any, code: Code
+    ) -> Float[Array, "T D"]:
+        """fp32: the gradient of `dispatch`."""
+        ...

@@ -20,7 +20,8 @@ from moejax.config import Overflow
 from moejax.moe.collectives import Chunks, Groups, exclusive_cumsum, move_rows
 from moejax.moe.dispatch import Arrivals, Plan
 from moejax.moe.layout import Layout, Window, capacity_rows, receive_layout, window
-from moejax.moe.routes import take_rows, weighted_sum
+from moejax.moe.routes import Routes
+from moejax.moe.row_transport import RowTransport
 from moejax.moe.rowwise import MOST_DEVICES, origins, plan_rounds, too_many_rows
 
 
@@ -39,7 +40,7 @@ class Hops(NamedTuple):
     relay: int
 
 
-class Hierarchical:
+class Hierarchical(RowTransport):
     """Experts over the mesh axis `axis_name` of `size` devices, `per_node` consecutive ones on each node."""
 
     name = "hierarchical"
@@ -101,23 +102,29 @@ class Hierarchical:
         inside, across = hop_chunks(road.layout, moved, me // self.per_node, me % self.per_node, self.nodes)
         return Hops(inside, across, moved, buffer, self.relay_rows(*shape))
 
-    def dispatch(self, rows: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
+    def routes(self, plan: Plan, round: Any) -> tuple[Routes, Array, int]:
+        road: HierarchicalRoad = plan.road
+        return road.layout.routes, self._hops(road, round).moved.moved, road.top_k.shape[0]
+
+    def there(self, rows_ND: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
         road: HierarchicalRoad = plan.road
         hops, n = self._hops(road, round), road.layout.row.shape[0]
 
-        def send(x: Array) -> Array:
-            x_N = take_rows(x, road.layout.routes, hops.moved.moved, road.top_k.shape[0])
+        def send(x_N: Array) -> Array:
             relay = move_rows(x_N, hops.inside, hops.relay, n, self.axis_name, self.inside)
             return move_rows(relay, hops.across, hops.buffer, hops.relay, self.axis_name, self.across)
 
-        return Arrivals(jax.tree.map(send, rows), hops.moved.group_sizes(lax.axis_index(self.axis_name)))
+        return Arrivals(jax.tree.map(send, rows_ND), hops.moved.group_sizes(lax.axis_index(self.axis_name)))
 
-    def combine(self, expert_rows_RD: Array, weights_TK: Array, plan: Plan, round: Any) -> Array:
+    def back(self, rows_RD: PyTree[Array], plan: Plan, round: Any) -> PyTree[Array]:
         road: HierarchicalRoad = plan.road
         hops, n = self._hops(road, round), road.layout.row.shape[0]
-        relay = move_rows(expert_rows_RD, hops.across.reversed(), hops.relay, hops.buffer, self.axis_name, self.across)
-        rows_ND = move_rows(relay, hops.inside.reversed(), n, hops.relay, self.axis_name, self.inside)
-        return weighted_sum(rows_ND, weights_TK, road.layout.routes, hops.moved.moved)
+
+        def send(x_R: Array) -> Array:
+            relay = move_rows(x_R, hops.across.reversed(), hops.relay, hops.buffer, self.axis_name, self.across)
+            return move_rows(relay, hops.inside.reversed(), n, hops.relay, self.axis_name, self.inside)
+
+        return jax.tree.map(send, rows_RD)
 
 
 def hop_chunks(

@@ -4,7 +4,8 @@ x_TD --router--> ids, weights --through_experts: dispatch, w_up_gate, SwiGLU, w_
 x_TD --shared expert--> + y_TD
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ from jaxtyping import Float, Int
 
 from moejax.config import ModelConfig
 from moejax.context import Context
-from moejax.models.mlp import MLP, GatedMLP
+from moejax.models.mlp import MLP, GatedMLP, quantised_mlp
 from moejax.models.parameters import weight
+from moejax.models.quantised import unless
 from moejax.moe.dispatch import Traffic
 from moejax.moe.exchange import through_experts
 from moejax.moe.losses import count_routes, load_balancing_loss, z_loss
+from moejax.moe.mx_experts import QuantisedExperts
 from moejax.moe.router import Router, Routing
 from moejax.moe.shared import MixedSharedExperts
 from moejax.moe.statistics import RouterStatistics
@@ -73,21 +76,31 @@ class MoELayer(nnx.Module):
     def __call__(self, x_TD: Float[Array, "T D"], context: Context) -> tuple[Float[Array, "T D"], Auxiliary]:
         with jax.named_scope("router"):
             routing = self.router(x_TD, context)
-        y_TD, traffic = through_experts(
-            context.transport,
-            expert_mlps,
-            self.experts.weights(x_TD.dtype),
-            x_TD,
-            routing.expert_ids,
-            routing.weights,
-            self.config.num_experts,
-        )
+        y_TD, traffic = self.routed(x_TD, routing, context)
         with jax.named_scope("router_losses"):
             auxiliary = self.auxiliary(routing, traffic, context)
         if self.config.shared_hidden:
             with jax.named_scope("shared_expert"):
-                y_TD = y_TD + self.shared(x_TD)
+                y_TD = y_TD + self.shared(x_TD, quantised_mlp(context, "moe", "shared"))
         return y_TD, auxiliary
+
+    def routed(
+        self, x_TD: Float[Array, "T D"], routing: Routing, context: Context
+    ) -> tuple[Float[Array, "T D"], Traffic]:
+        """The routed experts' part of y, in MXFP8 where their weights are."""
+        up_gate, down = (context.quantised_weight("moe", "experts", name) for name in ("w_up_gate", "w_down"))
+        weights, recipe = self.experts.weights(x_TD.dtype), context.recipe
+
+        def through(experts: Any, quantised: Any, *operands: Any) -> tuple[Array, Traffic]:
+            weights, x, routing_weights = operands
+            ids, count = routing.expert_ids, self.config.num_experts
+            return through_experts(context.transport, experts, weights, x, ids, routing_weights, count, quantised)
+
+        plain, operands = functools.partial(through, expert_mlps, None), (weights, x_TD, routing.weights)
+        if recipe is None or up_gate is None or down is None:
+            return plain(*operands)
+        in_mx = functools.partial(through, recipe, QuantisedExperts(up_gate, down))
+        return unless(context.excluded, plain, in_mx, *operands)
 
     def auxiliary(self, routing: Routing, traffic: Traffic, context: Context) -> Auxiliary:
         c, (batch, length) = self.config.router, context.segment_ids.shape

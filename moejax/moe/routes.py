@@ -58,11 +58,17 @@ def _take_rows_forward(rows_TD: Array, routes: Routes, moved_N: Array, top_k: in
 
 def _take_rows_backward(top_k: int, residuals: Any, grad_ND: Array) -> tuple[Array, None, None]:
     routes, moved_N = residuals
-    grad_TD = jnp.sum(_rows_by_token(grad_ND, routes, moved_N, top_k), axis=1)
-    return grad_TD.astype(grad_ND.dtype), None, None
+    return sum_by_token(grad_ND, routes, moved_N, top_k).astype(grad_ND.dtype), None, None
 
 
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+def sum_by_token(
+    rows_ND: Float[Array, "N ..."], routes: Routes, moved_N: Bool[Array, "N"], top_k: int
+) -> Float[Array, "T ..."]:
+    """fp32; the sum of each token's moved rows: `take_rows` on the way back."""
+    return jnp.sum(_rows_by_token(rows_ND, routes, moved_N, top_k), axis=1)
 
 
 def _rows_by_token(rows_ND: Array, routes: Routes, moved_N: Array, top_k: int) -> Array:
@@ -91,13 +97,21 @@ def _weighted_sum_forward(rows_ND: Array, weights_TK: Array, routes: Routes, mov
 
 def _weighted_sum_backward(residuals: Any, grad_TD: Array) -> tuple[Array, Array, None, None]:
     rows_ND, weights_TK, routes, moved_N = residuals
+    grad_ND, grad_weights_TK = weighted_sum_gradients(rows_ND, weights_TK, routes, moved_N, grad_TD)
+    return grad_ND, grad_weights_TK, None, None
+
+
+def weighted_sum_gradients(
+    rows_ND: Array, weights_TK: Array, routes: Routes, moved_N: Array, grad_TD: Array
+) -> tuple[Array, Array]:
+    """The gradients of `weighted_sum` in its rows and in its weights, each in the dtype of what it belongs to."""
     top_k = weights_TK.shape[1]
     weight_N = jnp.take(weights_TK.reshape(-1), routes.route)
     grad_ND = weight_N[:, None] * jnp.take(grad_TD, routes.route // top_k, axis=0)
     grad_ND = jnp.where(moved_N[:, None], grad_ND, 0).astype(rows_ND.dtype)
     rows_TKD = _rows_by_token(rows_ND, routes, moved_N, top_k)
     grad_weights_TK = jnp.einsum("tkd,td->tk", rows_TKD, grad_TD)
-    return grad_ND, grad_weights_TK.astype(weights_TK.dtype), None, None
+    return grad_ND, grad_weights_TK.astype(weights_TK.dtype)
 
 
 weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

@@ -28,7 +28,8 @@ from moejax.moe.layout import (
     traffic,
     window,
 )
-from moejax.moe.routes import take_rows, weighted_sum
+from moejax.moe.routes import Routes
+from moejax.moe.row_transport import RowTransport
 
 # XLA:GPU's one-shot ragged all-to-all crashes above 32 devices (openxla/xla issue 47283, open in 2026-11)
 MOST_DEVICES = 32
@@ -39,7 +40,7 @@ class RowwiseRoad(NamedTuple):
     top_k: Array  # [K], only its length counts
 
 
-class Rowwise:
+class Rowwise(RowTransport):
     """Experts sharded over the mesh axis `axis_name` of `size` devices; runs inside a manual region over that axis.
 
     capacity_factor: buffer rows over T K; None: as many rows as can ever arrive. overflow: what happens to more than
@@ -76,20 +77,18 @@ class Rowwise:
         road = RowwiseRoad(layout, jnp.zeros(top_k))
         return plan_rounds(self, layout, road, tokens, top_k, n_experts)
 
-    def dispatch(self, rows: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
+    def routes(self, plan: Plan, round: Any) -> tuple[Routes, Array, int]:
         road, moved = self._moved(plan, round)
-        top_k, me = road.top_k.shape[0], lax.axis_index(self.axis_name)
+        return road.layout.routes, moved.moved, road.top_k.shape[0]
 
-        def send(x: Array) -> Array:
-            x_N = take_rows(x, road.layout.routes, moved.moved, top_k)
-            return self._there(x_N, road.layout, moved, self._rows(road))
-
-        return Arrivals(jax.tree.map(send, rows), moved.group_sizes(me))
-
-    def combine(self, expert_rows_RD: Array, weights_TK: Array, plan: Plan, round: Any) -> Array:
+    def there(self, rows_ND: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
         road, moved = self._moved(plan, round)
-        rows_ND = self._back(expert_rows_RD, road.layout, moved)
-        return weighted_sum(rows_ND, weights_TK, road.layout.routes, moved.moved)
+        send = lambda x: self._there(x, road.layout, moved, self._rows(road))  # noqa: E731
+        return Arrivals(jax.tree.map(send, rows_ND), moved.group_sizes(lax.axis_index(self.axis_name)))
+
+    def back(self, rows_RD: PyTree[Array], plan: Plan, round: Any) -> PyTree[Array]:
+        road, moved = self._moved(plan, round)
+        return jax.tree.map(lambda x: self._back(x, road.layout, moved), rows_RD)
 
     def _rows(self, road: RowwiseRoad) -> int:
         top_k = road.top_k.shape[0]

@@ -35,7 +35,8 @@ class MixedSharedExperts(nnx.Module):
         scores_TG = scores_TG + SIGMOID_EPSILON
         return scores_TG / jnp.sum(scores_TG, axis=-1, keepdims=True)
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x_TD: Float[Array, "T D"], quantised: None = None) -> Float[Array, "T D"]:
+        del quantised  # one product over several experts' hidden widths; validate_mxfp8 refuses it
         dtype = x_TD.dtype
         hidden_GTF = swiglu(jnp.einsum("td,gdf->gtf", x_TD, self.w_up_gate[...].astype(dtype)))
         # weighted before the down projection, which is linear: one product sums over experts and hidden width

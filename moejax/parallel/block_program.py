@@ -10,7 +10,8 @@
 asks for, those that follow from weights and from what is known of the microbatch (masks, rotary angles, casts of
 weights) are computed again; so weights are never copied into a stash. The pull is cut into the equations that lead to
 dx, and the rest; what crosses the cut is kept where it was dear to compute (matrix products, exchanges, loops), and
-computed again where it was cheap. After Qi et al. 2023 (arXiv:2401.10241), who make the same cut by hand in each linear
+computed again where it was cheap. Values in MXFP8 count as dear: they are smaller than what they were made
+from. After Qi et al. 2023 (arXiv:2401.10241), who make the same cut by hand in each linear
 layer.
 """
 
@@ -24,6 +25,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 from jaxtyping import PyTree
+
+from moejax.models.quantised import QUANTISED
 
 # Primitives whose results are kept rather than computed again: products, exchanges, loops, sorts, kernels.
 DEAR = re.compile(
@@ -159,6 +162,8 @@ def _inner(equation: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
 
 
 def _dear(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name == "name":
+        return equation.params["name"] == QUANTISED
     if equation.primitive.name in CALLS:
         return any(map(_dear, _inner(equation)[0].eqns))
     return DEAR.fullmatch(equation.primitive.name) is not None

@@ -25,6 +25,7 @@ from jax import Array, lax
 
 from moejax.config import PipelineMode
 from moejax.context import Context
+from moejax.models.quantised import is_quantised
 from moejax.models.transformer import Params
 from moejax.parallel import pipeline_ops, vocabulary
 from moejax.parallel.pipeline_ops import Carry, Inside, Rings
@@ -96,7 +97,8 @@ def run(
         return carry, None
 
     rings = pipeline_ops.empty_rings(inside, shape)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params if pipeline.training else {})
+    counted = params if pipeline.training else {}
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), counted, is_leaf=is_quantised)
     carry, _ = lax.scan(tick, Carry(rings, zeros, program.zero_totals()), rows)
     return carry.gradients, carry.totals
 

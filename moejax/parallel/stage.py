@@ -24,6 +24,7 @@ from jaxtyping import Float, Int, PyTree
 
 from moejax.config import ModelConfig, Recompute
 from moejax.context import Context
+from moejax.models.quantised import separate
 from moejax.models.transformer import Params, parts
 from moejax.moe.statistics import RouterStatistics, merge, zero_statistics
 from moejax.parallel.block_program import BlockProgram
@@ -100,14 +101,14 @@ class StageProgram:
         return [stack for stack in stacks if stack[1]]
 
     def _block(self, name: str, context: Context) -> Callable[[Params, Array, Any], Any]:
-        """f(params, x, known) -> ((y, auxiliary loss), statistics or None); known as `_known`, the rest from
+        """f(params, x, known) -> ((y, auxiliary loss), statistics or None); known as `_layer`, the rest from
         context."""
         p = parts(self.model)
         part = p.moe_block if name == "moe_blocks" else p.dense_block
 
         def block(params: Params, x: Array, known: Any) -> Any:
-            arrays, window = known
-            here = replace(context, **arrays, transport=_Named(context.transport))
+            arrays, window, quantised = known
+            here = replace(context, **arrays, transport=_Named(context.transport), quantised=quantised)
             y, auxiliary = part(self.whole(name, params))(x, here, window)
             if auxiliary is None:
                 return (y, jnp.zeros((), jnp.float32)), None
@@ -118,19 +119,21 @@ class StageProgram:
         names = self.named if self.recompute == Recompute.named else ()
         return jax.checkpoint(block, policy=lambda *a, **k: _is_kept(names, *a, **k))
 
-    def _known(self, context: Context, layer: Array) -> Any:
-        """What a block knows besides weights and activation: the arrays of its context, and its attention window."""
+    def _layer(self, params: Params, name: str, slot: Array, context: Context, layer: Array) -> tuple[Params, Any]:
+        """(what gradients belong to, what a block knows besides it and its activation): of a layer, its weights, the
+        arrays of its context, its attention window, and its weights in MXFP8."""
+        weights, quantised = separate(row(params[name], slot), self.compute)
         here = context.for_layer(layer)
         arrays = {f.name: getattr(here, f.name) for f in fields(here)}
         arrays = {name: value for name, value in arrays.items() if isinstance(value, jax.Array)}
-        return arrays, jnp.asarray(self.model.windows, jnp.int32)[layer]
+        return weights, (arrays, jnp.asarray(self.model.windows, jnp.int32)[layer], quantised)
 
     def blocks(self, params: Params, x: Any, context: Context) -> dict[str, BlockProgram]:
         """The program of a block of each stack; x: shape and dtype of an activation."""
         layer, made = jnp.zeros((), jnp.int32), {}
         for name in (name for name in STACKS if name in self.layout.stacks):
-            weights = jax.eval_shape(row, params[name], layer)
-            made[name] = BlockProgram(self._block(name, context), weights, x, self._known(context, layer))
+            weights, known = jax.eval_shape(lambda n=name: self._layer(params, n, layer, context, layer))
+            made[name] = BlockProgram(self._block(name, context), weights, x, known)
         return made
 
     def empty_stash(
@@ -167,7 +170,8 @@ class StageProgram:
             def step(
                 x: Array, i: Array, name: str = name, slot: Array = slot, layer: Array = layer, block: Any = block
             ) -> tuple[Array, None]:
-                (y, _), _ = block(row(params[name], slot + i), x, self._known(context, layer + i))
+                weights, known = self._layer(params, name, slot + i, context, layer + i)
+                (y, _), _ = block(weights, x, known)
                 return y, None
 
             x, _ = lax.scan(step, x, jnp.arange(count))
@@ -193,8 +197,8 @@ class StageProgram:
                 carry: Any, i: Array, name: str = name, first: Array = first, layer: Array = layer
             ) -> tuple[Any, Any]:
                 x, rings = carry
-                known = self._known(context, layer + i)
-                ((y, loss), statistics), kept = blocks[name].keep(row(params[name], first + i), x, known)
+                weights, known = self._layer(params, name, first + i, context, layer + i)
+                ((y, loss), statistics), kept = blocks[name].keep(weights, x, known)
                 return (y, _write(rings, kept, slot, i)), (loss, statistics)
 
             (x, stash[name]), (losses, statistics) = lax.scan(step, (x, stash[name]), jnp.arange(count))
@@ -223,8 +227,9 @@ class StageProgram:
                 carry: tuple[Array, Params], i: Array, name: str = name, first: Array = first, layer: Array = layer
             ) -> tuple[Any, None]:
                 dy, sums = carry
-                known, kept = self._known(context, layer + i), _read(stash[name], slot, i)
-                dx, more = blocks[name].pull(row(params[name], first + i), known, kept, dy)
+                weights, known = self._layer(params, name, first + i, context, layer + i)
+                kept = _read(stash[name], slot, i)
+                dx, more = blocks[name].pull(weights, known, kept, dy)
                 return (dx, add_row(sums, more, first + i)), None
 
             (cotangent, gradients[name]), _ = lax.scan(
@@ -253,8 +258,9 @@ class StageProgram:
                 carry: tuple[Array, list[Array]], i: Array, name: str = name, first: Array = first, layer: Array = layer
             ) -> tuple[Any, None]:
                 dy, rings = carry
-                known, kept = self._known(context, layer + i), _read(stash[name], slot, i)
-                dx, handed_on = blocks[name].pull_input(row(params[name], first + i), known, kept, dy)
+                weights, known = self._layer(params, name, first + i, context, layer + i)
+                kept = _read(stash[name], slot, i)
+                dx, handed_on = blocks[name].pull_input(weights, known, kept, dy)
                 return (dx, _write(rings, handed_on, between_slot, i)), None
 
             (cotangent, between[name]), _ = lax.scan(step, (cotangent, between[name]), jnp.arange(count), reverse=True)
@@ -280,9 +286,10 @@ class StageProgram:
             def step(
                 sums: Params, i: Array, name: str = name, first: Array = first, layer: Array = layer
             ) -> tuple[Params, None]:
-                known, kept = self._known(context, layer + i), _read(stash[name], slot, i)
+                weights, known = self._layer(params, name, first + i, context, layer + i)
+                kept = _read(stash[name], slot, i)
                 handed_on = _read(between[name], between_slot, i)
-                more = blocks[name].pull_weight(row(params[name], first + i), known, kept, handed_on)
+                more = blocks[name].pull_weight(weights, known, kept, handed_on)
                 return add_row(sums, more, first + i), None
 
             gradients[name], _ = lax.scan(step, gradients[name], jnp.arange(count))

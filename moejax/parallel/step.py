@@ -6,7 +6,6 @@
 `TrainProgram` holds what belongs to a (config, mesh) pair: shardings, abstract state, and the compiled functions.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from moejax.models.transformer import Params, abstract_params, init_params, logi
 from moejax.moe.choose import choose_transport
 from moejax.moe.selection import move_score_bias
 from moejax.moe.statistics import RouterStatistics, reduce_over_devices
-from moejax.parallel import fsdp, pipeline, sharding
+from moejax.parallel import fsdp, mxfp8, pipeline, sharding
 from moejax.parallel.layout import Layout, StackLayout, make_layout, to_logical, to_physical
 from moejax.parallel.optimizer import learning_rate, make_optimizer
 from moejax.parallel.schedule_choice import choose_schedule
@@ -97,6 +96,7 @@ class TrainProgram:
         self.config, self.mesh = config, mesh
         self.shape = MeshShape(**dict(mesh.shape))
         check_fit(config, self.shape)
+        mxfp8.check_hardware(config, mesh)
         model, pipe = config.model, config.parallel.pipeline
         self.schedule = choose_schedule(config, self.shape.pp, pipe.microbatches)
         self.ends_apart = pipe.ends == PipelineEnds.sharded and self.shape.pp > 1
@@ -126,6 +126,8 @@ class TrainProgram:
         )
         if self.fully_sharded:
             self.param_specs = self.zero_specs
+        self.working_specs = mxfp8.specs(config, self.abstract, self.axes, self.param_specs)
+        self.recipe = mxfp8.recipe(config)
         self.stages = StageProgram(
             model,
             self.layout,
@@ -163,14 +165,14 @@ class TrainProgram:
         )
 
     def state_shardings(self) -> TrainState:
-        abstract = jax.eval_shape(self._fresh, jax.random.key(0))
+        abstract = self.abstract_state()
         replicated = NamedSharding(self.mesh, PartitionSpec())
         master = self.named(self.zero_specs)
         moments = optax.tree_map_params(
             self.optimizer, lambda _, s: s, abstract.moments, master, transform_non_params=lambda _: replicated
         )
         bias = None if abstract.score_bias is None else replicated
-        return TrainState(replicated, self.named(self.param_specs), master, moments, bias)
+        return TrainState(replicated, self.named(self.working_specs), master, moments, bias)
 
     def data_shard(self) -> tuple[int, int]:
         """(i, n): this process feeds part i of n equal parts of each batch; processes of other stages may share it."""
@@ -222,15 +224,28 @@ class TrainProgram:
         """The state of step 0 from logical fp32 weights."""
         master = self._between_orders(self._to_physical)(params)
         master = jax.tree.map(lax.with_sharding_constraint, master, self.named(self.zero_specs))
-        weights = jax.tree.map(lambda p: p.astype(self.params_dtype), master)
+        weights = self._working(master)
         bias = self._zero_score_bias() if score_bias is None else score_bias
         return TrainState(jnp.zeros((), jnp.int32), weights, master, self.optimizer.init(master), bias)
+
+    def _working(self, master: Params) -> Params:
+        """What the region computes with, from the master: weights in `precision.params`, some in MXFP8."""
+        weights = jax.tree.map(
+            lambda m, s: lax.with_sharding_constraint(m.astype(self.params_dtype), s),
+            master,
+            self.named(self.param_specs),
+        )
+        return mxfp8.quantise(self.config, self.mesh, master, self.axes, weights, self.working_specs)
 
     def init(self) -> TrainState:
         """Fresh weights from `train.seed`: the same on every mesh."""
         with jax.set_mesh(self.mesh):
             fresh = jax.jit(self._fresh, out_shardings=self.state_shardings(), compiler_options=self._quick_compile())
             return fresh(jax.random.key(self.config.train.seed))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of a state, nothing computed."""
+        return jax.eval_shape(self._fresh, jax.random.key(0))
 
     def _quick_compile(self) -> dict[str, Any]:
         """On CPU the initial weights are compiled without optimisation: 2 s, not 16 s (2026-11), and it runs once."""
@@ -244,7 +259,7 @@ class TrainProgram:
         parts = config.parallel.pipeline.microbatches
         sequences = config.train.batch_tokens // config.data.sequence_length // parts
         shape = (microbatches or parts, sequences, config.data.sequence_length)
-        shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+        shapes = self.abstract_state()
         placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
         state = jax.tree.map(placed, shapes, self.state_shardings())
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, BATCH_SPEC))
@@ -336,7 +351,7 @@ class TrainProgram:
         region = jax.shard_map(
             self._region,
             mesh=self.mesh,
-            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar, scalar),
+            in_specs=(self.working_specs, Microbatch(*[BATCH_SPEC] * 4), scalar, scalar),
             out_specs=(self.zero_specs, Totals(scalar, scalar, scalar, statistics), scalar),
             check_vma=False,
         )
@@ -348,7 +363,7 @@ class TrainProgram:
         region = jax.shard_map(
             self._evaluation_region,
             mesh=self.mesh,
-            in_specs=(self.param_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
+            in_specs=(self.working_specs, Microbatch(*[BATCH_SPEC] * 4), scalar),
             out_specs=(scalar, scalar),
             check_vma=False,
         )
@@ -408,6 +423,8 @@ class TrainProgram:
                 key=jax.random.fold_in(key, microbatch),
                 score_bias=score_bias,
                 training=training,
+                recipe=self.recipe,
+                excluded=mxfp8.excluded(self.config),
             )
 
         table = self.pipeline(batch.tokens.shape[0], training)
@@ -420,11 +437,7 @@ class TrainProgram:
         with jax.named_scope("optimizer"):
             updates, moments = self.optimizer.update(gradients, state.moments, state.master)
             master = optax.apply_updates(state.master, updates)
-            params = jax.tree.map(
-                lambda m, s: lax.with_sharding_constraint(m.astype(self.params_dtype), s),
-                master,
-                self.named(self.param_specs),
-            )
+            params = self._working(master)
         statistics = totals.statistics
         if statistics is not None:
             layers = to_logical(statistics, self.layout.stacks["moe_blocks"])
@@ -460,11 +473,5 @@ class TrainProgram:
 
     def parameter_bytes_per_device(self) -> int:
         """Bytes of the working weights on one device."""
-        sizes = dict(self.mesh.shape)
-
-        def local(p: Any, spec: PartitionSpec) -> int:
-            axes = [axis for cut in spec if cut is not None for axis in ((cut,) if isinstance(cut, str) else cut)]
-            return math.prod(p.shape) // math.prod(sizes[axis] for axis in axes)
-
-        counts = jax.tree.map(local, self.abstract, self.param_specs)
-        return sum(jax.tree.leaves(counts)) * self.params_dtype.itemsize
+        weights = self.abstract_state().params
+        return mxfp8.bytes_on_device(weights, self.working_specs, self.mesh)

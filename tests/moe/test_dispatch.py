@@ -18,10 +18,10 @@ from moejax.config import Granularity, Overflow
 from moejax.moe import collectives
 from moejax.moe.all_gather import AllGather
 from moejax.moe.all_to_all import AllToAll
-from moejax.moe.dispatch import Local
 from moejax.moe.exchange import through_experts
 from moejax.moe.hierarchical import Hierarchical
 from moejax.moe.layer import ExpertWeights, expert_mlps
+from moejax.moe.local import Local
 from moejax.moe.rowwise import Rowwise
 from tests.moe import oracle
 

@@ -62,6 +62,26 @@ def test_small_operands_compile_too():
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", ["b200", "b300"])
+def test_expert_products_in_mxfp8_are_block_scaled(chip):
+    row = compile_row("mx_forward", chip)
+    assert row["spill_bytes"] == 0 and row["registers"] <= 168 and row["smem_bytes"] <= SMEM_LIMIT
+    assert row["block_scaled_mma"] == row["tcgen05_mma"] == 4  # a step of 128 is four instructions of 32 each
+    assert row["tma_loads"] == 4  # two operands and their scales
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["h200", "b200", "b300"])
+@pytest.mark.parametrize("kernel", ["mx_quantize", "mx_swiglu_quantize"])
+def test_what_makes_mxfp8_compiles_everywhere(kernel, chip):
+    row = compile_row(kernel, chip)
+    assert row["spill_bytes"] == 0 and row["registers"] <= 128
+    assert (row["wgmma"], row["tcgen05_mma"]) == (0, 0)
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_wrong_architecture_is_refused():
     """tcgen05 on Hopper and wgmma on Blackwell: the compiler's refusal comes back, whether it raises or aborts."""
     with pytest.raises(CannotCompile, match="forward.*b200"):
@@ -106,7 +126,7 @@ def test_report_is_read():
         """
     ptxas = "0 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads\nptxas info : Used 168 registers"
     row = read_report(ptx, ptxas, "Resources(smem_scratch_bytes=229376, tmem_scratch_cols=0)")
-    counts = dict(wgmma=1, tcgen05_mma=0, tma_loads=1, tma_stores=1)
+    counts = dict(wgmma=1, tcgen05_mma=0, block_scaled_mma=0, tma_loads=1, tma_stores=1)
     assert row == dict(target="sm_90a", registers=168, spill_bytes=56, smem_bytes=229376, tmem_columns=0, **counts)
 
 

@@ -104,9 +104,7 @@ def check_balance(golden: Golden, routing: RouterStatistics) -> None:
     counts = np.asarray(routing.counts)
     for row, layer in enumerate(range(golden.model.n_dense_layers, golden.model.n_layers)):
         block = f"block {layer:02d}/"
-        np.testing.assert_allclose(
-            routing.balance[row], theirs[block + "load balancing loss unscaled"], rtol=1e-5
-        )
+        np.testing.assert_allclose(routing.balance[row], theirs[block + "load balancing loss unscaled"], rtol=1e-5)
         np.testing.assert_allclose(routing.z[row], theirs[block + "router Z loss unscaled"], rtol=1e-5)
         np.testing.assert_allclose(counts[row].max() / counts[row].mean(), theirs[block + "load imbalance"], rtol=1e-6)
 
