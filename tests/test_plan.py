@@ -108,6 +108,7 @@ def test_a_search_prints_candidates_and_why(tmp_path, capsys):
         (["--mesh", "ep=8", "--nodes", "2"], "is for 8 GPUs and there are 16"),
         (["--mesh", "ep=8", "--nodes", "2", "--gpus", "8"], "disagree"),
         (["--mesh", "ep=7"], "does not fit: ep=7 does not divide"),
+        (["--mesh", "dp=8", "parallel.strategy=fsdp"], "knows parallel.strategy=resident"),
         (["--attained", "compute=2"], "shares above 0 and up to 1"),
         (["--json", "/no/such/folder/plan.json"], "cannot be written"),
         (

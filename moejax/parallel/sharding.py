@@ -49,21 +49,25 @@ class ZeroLayout:
 def zero_layout(
     shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape, rules: Mapping[str, str] = RULES
 ) -> ZeroLayout:
-    """Cut the largest dimension that divides over as many replicas as possible.
+    """Cut one dimension over as many replicas as possible.
 
-    Preference: most devices first, then the largest dimension not already on a mesh axis.
+    Preference: most devices first, then the outermost dimension after the layers, be it on a mesh axis already (experts
+    over ep, then over dp): a layer's part is then one run of memory, and XLA scatters it without a copy.
     """
     sizes = {name: getattr(mesh, name) for name in AXES}
     taken = [rules.get(name) for name in axes]
     replicas = tuple(name for name in AXES if name not in taken and sizes[name] > 1)
     subsets = [tuple(n for i, n in enumerate(replicas) if mask >> i & 1) for mask in range(1, 2 ** len(replicas))]
-    free = [d for d in range(len(shape)) if taken[d] is None]
+    of_layers = axes[0] in ("layers", "") and len(axes) > 1  # "": layers that every stage holds whole
+    free = [d for d in range(int(of_layers), len(shape)) if taken[d] != "pp"]
+    local = [size // sizes[name] if name else size for size, name in zip(shape, taken, strict=True)]
     for subset in sorted(subsets, key=lambda s: -math.prod(sizes[n] for n in s)):
         count = math.prod(sizes[n] for n in subset)
-        fitting = [d for d in free if shape[d] % count == 0]
+        fitting = [d for d in free if local[d] % count == 0]
         if fitting:
-            dimension = max(fitting, key=lambda d: shape[d])
-            cut = [subset if d == dimension else name for d, name in enumerate(taken)]
+            dimension = fitting[0]
+            cut: list[Any] = list(taken)
+            cut[dimension] = tuple(name for name in (taken[dimension], *subset) if name)
             spec = PartitionSpec(*(c[0] if isinstance(c, tuple) and len(c) == 1 else c for c in cut))
             return ZeroLayout(spec, dimension, subset, tuple(n for n in replicas if n not in subset))
     return ZeroLayout(PartitionSpec(*taken), 0, (), replicas)
@@ -92,7 +96,7 @@ def reduce_gradient(gradient: Array, layout: ZeroLayout) -> Array:
     """Inside the manual region: sum this device's fp32 gradient over all replicas, keeping this device's part.
 
     XLA:GPU scatters along the outermost dimension, and along another one copies the whole array first: of a large stack
-    that would be half its accumulators once more (52 GB of ultra_128e's 99, 2026-11). So it goes layer by layer.
+    that would be half its accumulators once more (52 GB beside ultra_128e's 99, 2026-11). So it goes layer by layer.
     """
     if layout.sum_axes:
         gradient = lax.psum(gradient, layout.sum_axes)

@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.parallel.schedules import Op
 from moejax.planning.report import Collective
-from moejax.planning.setup import Setup
+from moejax.planning.setup import MX_BYTES, Setup
 from moejax.planning.weights import Local, Spread, local_weights
 from moejax.planning.work import runs
 
@@ -47,10 +47,9 @@ def _named(local: Local) -> list[tuple[str, Spread]]:
 
 def exchange_bytes(setup: Setup) -> float:
     """Bytes that leave a device for one dispatch and one combine of a microbatch in one layer."""
-    moe = setup.config.model.moe
-    return setup.choice.transport.sent_bytes(
-        setup.tokens, moe.top_k, moe.num_experts, setup.config.model.d_model, setup.compute_bytes
-    )
+    moe, width = setup.config.model.moe, setup.config.model.d_model
+    sent = setup.choice.transport.sent_bytes(setup.tokens, moe.top_k, moe.num_experts, width, setup.compute_bytes)
+    return sent * MX_BYTES / setup.compute_bytes if "experts" in setup.mxfp8 else sent
 
 
 def exchange_hops(setup: Setup) -> list[tuple[str, str, float]]:

@@ -20,9 +20,9 @@ from moejax.hardware.absent_gpu import absent_mesh, bytes_per_device
 from moejax.parallel.schedules import Op
 from moejax.parallel.step import TrainProgram
 from moejax.planning import report
-from moejax.planning.allocation import compile_reporting, part_of, peak_by_scope
+from moejax.planning.allocation import ELSEWHERE, compile_reporting, part_of, peak_by_scope
 from moejax.planning.collectives import link
-from moejax.planning.memory import saved_bytes, stash_bytes
+from moejax.planning.memory import dispatch_bytes, saved_bytes, stash_bytes
 from moejax.planning.roofline import estimate, measured
 from moejax.planning.setup import Setup, machine, model_facts, settings, stages
 from moejax.planning.verdict import judge
@@ -66,20 +66,21 @@ def compiled_plan(
 def compiled_memory(
     setup: Setup, program: TrainProgram, sizes: dict[str, int], by_scope: dict[str, int]
 ) -> report.Memory:
-    """State and accumulators from the program's shapes, rings and saved activations from their formulas (exact), rows
-    of the dispatch and everything else from what lives at the peak."""
+    """State and accumulators from the program's shapes; rings, saved activations and rows of the dispatch from their
+    formulas; temporaries are what these leave of the compiler's total. by_scope: of the buffers alive at the peak, for
+    the reader; XLA counts there the outputs of loops and conditionals beside the arrays that they are."""
     total = sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
-    state = state_bytes(program)
-    named = state | {"stash": stash_bytes(setup), "saved": saved_bytes(setup), "dispatch": by_scope.get("dispatch", 0)}
-    alive = sum(by_scope.values()) or total
+    named = state_bytes(program) | {"stash": stash_bytes(setup), "saved": saved_bytes(setup)}
+    left = total - sum(named.values())
+    named["dispatch"] = max(0, min(dispatch_bytes(setup), left))
     categories = {name: named.get(name, 0) for name in report.CATEGORIES}
-    categories["temporaries"] = max(0, alive - sum(named.values()))
+    categories["temporaries"] = max(0, left - named["dispatch"])
     return report.Memory(
         peak_bytes=max(total, sizes["peak"]),
         total_bytes=sum(categories.values()),
         categories=categories,
         compiler={**sizes, "total": total},
-        scopes={name: size for name, size in by_scope.items() if size > 0.001 * total},
+        scopes={name: size for name, size in by_scope.items() if size > 0.001 * total and name != ELSEWHERE},
     )
 
 

@@ -8,12 +8,12 @@ products, exchanges and loops that depend on its input. Temporaries are those of
 fitted to what the compiler allocates (docs/planner.md has the comparison).
 """
 
-from moejax.config import Recompute
+from moejax.config import Overflow, Recompute
 from moejax.parallel.layout import StageKind
 from moejax.parallel.schedules import Op
 from moejax.parallel.segments import segments
 from moejax.planning.report import CATEGORIES, Memory
-from moejax.planning.setup import Setup
+from moejax.planning.setup import MX_BYTES, Setup
 from moejax.planning.weights import layer_weights, local_weights
 
 FP32 = 4
@@ -36,11 +36,18 @@ def resident(setup: Setup) -> dict[str, int]:
     master cannot be cut evenly."""
     local = local_weights(setup)
     return {
-        "weights": local.total * setup.param_bytes,
+        "weights": int(local.total * setup.param_bytes + _mxfp8_copies(setup)),
         "master": int(local.sharded * FP32),
         "moments": int(2 * local.sharded * FP32),
         "gradients": local.total * FP32,
     }
+
+
+def _mxfp8_copies(setup: Setup) -> float:
+    """Two quantised copies of the routed experts, in place of those in the compute dtype unless they are kept."""
+    if "experts" not in setup.mxfp8:
+        return 0.0
+    return local_weights(setup).experts.weights * (2 * MX_BYTES - (0 if setup.keeps_bf16 else setup.param_bytes))
 
 
 def activation(setup: Setup) -> int:
@@ -135,8 +142,12 @@ def temporary_bytes(setup: Setup) -> int:
     moe = setup.slots("moe_blocks") > 0
     weights = sum(layer_weights(setup, moe))
     again = _all_products(setup, moe) if setup.recompute != Recompute.none else 0
-    # cotangents of the first product and of what SwiGLU makes of it, and one layer's weight gradients
-    block = again + _hidden(setup, moe) * 2 + weights * setup.compute_bytes
+    # kernels read a layer's weights from a copy of their rows of the stack, and hand out its gradients before they are
+    # added up; further rounds of an exchange have gradients of their own
+    rounds = moe and setup.shape.ep > 1 and setup.config.parallel.experts.overflow == Overflow.exact
+    copies = 3 if rounds else 2
+    # and cotangents of the first product and of what SwiGLU makes of it
+    block = again + _hidden(setup, moe) * 2 + copies * weights * setup.compute_bytes
     model = setup.config.model
     head = 3 * LOGIT_BYTES + model.d_model * model.vocab_size * (FP32 + setup.compute_bytes)
     return max(block, head) + (Op.BACKWARD_WEIGHT in setup.schedule.op) * block

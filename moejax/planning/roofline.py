@@ -10,6 +10,7 @@ is its data-sheet peak times `ATTAINED`. Nothing is taken to overlap, so that pi
 shared experts or the next microbatch makes a step faster than this.
 """
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -50,11 +51,23 @@ class Rates:
             gpu.hbm_bytes_per_second * share["hbm"],
             gpu.nvlink_bytes_per_second * share["nvlink"],
             gpu.network_bytes_per_second * share["network"],
+            {},
         )
+
+    def in_mxfp8(self, setup: Setup) -> "Rates":
+        """Rates of forwards and gradients of activations in MXFP8, on GPUs whose tensor cores take it."""
+        gpu = setup.gpu
+        if not setup.mxfp8 or gpu.chip is None or gpu.chip.architecture != "blackwell":
+            return self
+        ratio = gpu.peak_tflops["float8"] / gpu.peak_tflops[setup.config.precision.compute.value]
+        parts = {"experts": ("experts",), "shared_experts": ("shared", "dense"), "attention": ("projections",)}
+        return dataclasses.replace(self, faster={part: ratio for name in setup.mxfp8 for part in parts[name]})
+
+    faster: dict[str, float]  # parts of the model in MXFP8: their rate over that of the compute dtype
 
     def product(self, part: str, flops: float, size: float) -> Times:
         """A matrix product of `flops`, its operands and result `size` bytes."""
-        seconds = {"compute": flops / self.compute, "hbm": size / self.hbm}
+        seconds = {"compute": flops / self.compute / self.faster.get(part, 1.0), "hbm": size / self.hbm}
         slower = max(seconds, key=lambda resource: seconds[resource])
         return Counter({(part, slower): seconds[slower]})
 
@@ -80,7 +93,7 @@ def block_forward(setup: Setup, rates: Rates, moe: bool) -> Times:
     times: Times = Counter()
     forward = tokens / 3  # a third of forward and backward
     times += rates.product(
-        "attention", flops.attention * forward, item * (attention_weights + tokens * (3 * d + 2 * heads))
+        "projections", flops.attention * forward, item * (attention_weights + tokens * (3 * d + 2 * heads))
     )
     times += rates.product("attention", flops.attention_scores * forward, item * tokens * 2 * heads)
     # norms, rotary, residuals: reads and writes of [T, D] and [T, heads], counted from models/block.py and attention.py
@@ -141,7 +154,8 @@ def head(setup: Setup, rates: Rates) -> Times:
 
 def op_times(setup: Setup, rates: Rates) -> dict[tuple[Op, int], Times]:
     """Seconds of each op on each kind of chunk."""
-    blocks = {moe: block_forward(setup, rates, moe) for moe in (False, True)}
+    blocks = {moe: block_forward(setup, rates.in_mxfp8(setup), moe) for moe in (False, True)}
+    weight_gradients = {moe: block_forward(setup, rates, moe) for moe in (False, True)}  # as dear, never in MXFP8
     adding = {moe: block_accumulation(setup, rates, moe) for moe in (False, True)}
     sent = exchange(setup, rates)
     found: dict[tuple[Op, int], Times] = {}
@@ -151,19 +165,22 @@ def op_times(setup: Setup, rates: Rates) -> dict[tuple[Op, int], Times]:
             done = runs(setup, op, kind.last)
             times: Times = Counter()
             for moe, count in ((False, kind.n_dense), (True, kind.n_moe)):
-                times += scaled(_block_times(blocks[moe], sent if moe else Counter(), adding[moe], done), count)
+                times += scaled(
+                    _block_times(blocks[moe], weight_gradients[moe], sent if moe else Counter(), adding[moe], done),
+                    count,
+                )
             if kind.last and op in (Op.BACKWARD, Op.BACKWARD_INPUT):
                 times += head(setup, rates)
             found[op, index] = times
     return found
 
 
-def _block_times(forward: Times, sent: Times, adding: Times, done: Runs) -> Times:
+def _block_times(forward: Times, weight_gradient: Times, sent: Times, adding: Times, done: Runs) -> Times:
     recomputed = Counter({("recompute", resource): 0.0 for _, resource in forward})
     for (_, resource), seconds in forward.items():
         recomputed[("recompute", resource)] += seconds
     first = min(done.forward, 1)  # a second forward of a stage is recompute too
-    times = scaled(forward, first + done.input + done.weight)
+    times = scaled(forward, first + done.input) + scaled(weight_gradient, done.weight)
     times += scaled(recomputed, done.forward - first + done.again)
     times += scaled(sent, done.forward + done.again + done.input)
     return times + scaled(adding, done.weight)

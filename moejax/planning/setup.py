@@ -37,6 +37,7 @@ from moejax.parallel.schedules import Schedule
 from moejax.planning import report
 
 ITEMSIZE = {Dtype.float32: 4, Dtype.bfloat16: 2}
+MX_BYTES = 1 + 1 / 32  # of a number in MXFP8: E4M3, and its share of a scale for 32 of them
 KERNEL_WIDTH = 64  # D and F of the experts must be multiples of it for the kernels (pallas_kernels)
 
 
@@ -85,6 +86,19 @@ class Setup:
             return ()
         regions = self.config.parallel.regions
         return tuple(f.name for f in dataclasses.fields(RegionsConfig) if getattr(regions, f.name) == Region.keep)
+
+    @property
+    def mxfp8(self) -> frozenset[str]:
+        """What is multiplied in MXFP8: of "experts", "shared_experts" (and dense MLPs), "attention" (projections)."""
+        section = getattr(self.config.precision, "mxfp8", None)
+        names = ("experts", "shared_experts", "attention")
+        return frozenset(name for name in names if section is not None and getattr(section, name) == "mxfp8")
+
+    @property
+    def keeps_bf16(self) -> bool:
+        """Whether weights that have MXFP8 copies stay in the compute dtype too."""
+        section = getattr(self.config.precision, "mxfp8", None)
+        return section is None or bool(section.keep_bf16)
 
     def slots(self, stack: str) -> int:
         """Rows of a stack of blocks that every stage has room for."""
@@ -234,7 +248,7 @@ def settings(setup: Setup) -> report.Settings:
         capacity_rows=setup.rows,
         params_dtype=c.precision.params.value,
         compute_dtype=c.precision.compute.value,
-        mxfp8=False,
+        mxfp8=bool(setup.mxfp8),
         attention="flash" if flash else "xla",
         grouped_gemm="mosaic" if bf16 and aligned else "xla",
     )

@@ -59,7 +59,8 @@ def test_no_cut_over_more_devices_would_have_been_possible(weight):
     for count in range(len(replicas) + 1):
         for subset in itertools.combinations(replicas, count):
             cut = math.prod(getattr(mesh, n) for n in subset)
-            if any(t is None and size % cut == 0 for t, size in zip(taken, shape, strict=True)):
+            local = [size // getattr(mesh, t) if t else size for t, size in zip(taken, shape, strict=True)]
+            if any(t != "pp" and size % cut == 0 for t, size in zip(taken, local, strict=True)):
                 best = max(best, cut)
     assert math.prod(getattr(mesh, n) for n in layout.scatter_axes) == best
 
@@ -133,9 +134,9 @@ def test_what_processes_feed_is_each_sequence_to_the_device_that_one_process_wou
 
 
 def test_a_large_stack_is_reduced_layer_by_layer_to_the_same_parts(monkeypatch):
-    mesh, shape = MeshShape(pp=1, dp=2, ep=2), (3, 2, 4, 8)
+    mesh, shape = MeshShape(pp=1, dp=2, ep=2), (3, 4, 4, 8)
     layout = zero_layout(shape, ("layers", "experts", "embed", "mlp"), mesh)
-    assert layout.dimension == 3 and layout.scatter_axes == ("dp",)
+    assert layout.spec == PartitionSpec("pp", ("ep", "dp"), None, None), "the outermost dimension after the layers"
     gradient = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)  # one for each dp
 
     def reduce(x):

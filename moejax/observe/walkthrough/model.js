@@ -5,6 +5,7 @@
 
 const BYTES = { bfloat16: 2, float32: 4 };
 const FP32 = 4;
+const MX_BYTES = 1 + 1 / 32; // of a number in MXFP8, with its share of a scale
 const RAGGED_DEVICES = 32; // what XLA's ragged all-to-all serves
 
 function sum(values) {
@@ -77,8 +78,8 @@ function whyNot(report, choice) {
 }
 
 // The transport that `auto` takes, and the bytes that leave a device for one dispatch and one combine.
-function exchangeOf(report, choice, tokens) {
-  const m = report.model, node = report.machine.gpus_per_node, item = BYTES[report.settings.compute_dtype];
+function exchangeOf(report, choice, tokens, item) {
+  const m = report.model, node = report.machine.gpus_per_node;
   const rows = tokens * m.top_k, size = rows * m.d_model * item, ep = choice.ep;
   if (ep === 1) return { name: "local", hops: [] };
   const nodes = ep / node;
@@ -128,7 +129,7 @@ function compute(report, choice, own = true) {
   if (problem) return { problem };
   const m = report.model, s = report.settings;
   const schedule = makeSchedule(choice.schedule, choice.pp, choice.microbatches, chunksFor(report, choice));
-  const layout = stagesOf(m, schedule), block = perBlock(m);
+  const layout = stagesOf(m, schedule), then = report.baseline ?? (report.baseline = baselineOf(report));
   const shards = choice.dp * choice.ep, devices = shards * choice.pp;
   const tokens = s.batch_tokens / choice.microbatches / shards;
   const item = BYTES[s.compute_dtype], param = BYTES[s.params_dtype];
@@ -136,28 +137,24 @@ function compute(report, choice, own = true) {
   if (ends) for (const stage of layout.stages) stage.embedding = stage.head = true;
   const keepInputs = s.stash === "inputs" || schedule.virtual === 1;
 
-  const table = block.ends - m.d_model * (m.end_norms ?? 2);
-  const spreads = [
-    { of: "experts", weights: (block.experts / choice.ep) * layout.slots.moe, replicas: choice.dp, axes: ["dp"] },
-    { of: "the rest of blocks", weights: block.moe * layout.slots.moe + block.dense * layout.slots.dense,
-      replicas: shards, axes: ["dp", "ep"] },
-    { of: "embedding and head", weights: ends ? table / choice.pp + block.ends - table : block.ends,
-      replicas: ends ? shards : devices, axes: ends ? ["dp", "ep"] : ["pp", "dp", "ep"] },
-  ];
+  const spreads = spreadsOf(report, choice, layout);
   const local = sum(spreads.map((x) => x.weights));
   const sharded = sum(spreads.map((x) => x.weights / x.replicas));
 
   const activation = tokens * m.d_model * item;
   const slots = (what) => Math.max(1, ...peaks(schedule, what, keepInputs));
   let stash = (slots("activations") + slots("cotangents")) * activation;
-  const exchange = exchangeOf(report, choice, tokens);
+  const quantised = Math.abs(then.expertBytes - param) > 0.01;
+  const exchange = exchangeOf(report, choice, tokens, quantised ? MX_BYTES : item);
   const most = choice.ep * tokens * Math.min(m.top_k, m.num_experts / choice.ep);
-  const rows = choice.ep === 1 ? tokens * m.top_k : Math.min(Math.ceil(s.capacity_factor * tokens * m.top_k), most);
+  // buffers of overflow=exact are whole multiples of 8 rows (moe/layout.py)
+  const unit = s.capacity_rows % 8 ? 1 : 8, wanted = Math.min(Math.ceil(s.capacity_factor * tokens * m.top_k), most);
+  const rows = choice.ep === 1 ? tokens * m.top_k : Math.ceil(wanted / unit) * unit;
   const moeHere = m.n_layers > m.n_dense_layers;
   const dispatch = moeHere ? 2 * (rows + tokens * m.top_k) * m.d_model * item : 0;
 
   // scaled from the plan
-  const base = report.memory.categories, then = report.baseline ?? (report.baseline = baselineOf(report));
+  const base = report.memory.categories;
   const layersNow = layout.fullest.dense + layout.fullest.moe;
   const saved = base.saved * (tokens / s.tokens) * (layersNow / then.layers);
   const temporaries = base.temporaries * (tokens / s.tokens);
@@ -165,7 +162,7 @@ function compute(report, choice, own = true) {
     (tokens / s.tokens) * (layersNow / then.layers);
 
   const categories = {
-    weights: local * param, master: sharded * FP32, moments: 2 * sharded * FP32, gradients: local * FP32,
+    weights: local * param + spreads[0].weights * (then.expertBytes - param), master: sharded * FP32, moments: 2 * sharded * FP32, gradients: local * FP32,
     stash, saved: keepInputs ? saved : 0, dispatch, temporaries,
   };
   const collectives = collectivesOf(report, choice, { schedule, spreads, tokens, exchange, param, activation, keepInputs });
@@ -182,7 +179,21 @@ function compute(report, choice, own = true) {
   return made;
 }
 
-// What the scaled categories were made of on the plan's own mesh.
+// Weights on a device by how they are spread, and over how many devices they are repeated.
+function spreadsOf(report, choice, layout) {
+  const m = report.model, block = perBlock(m), shards = choice.dp * choice.ep;
+  const ends = report.settings.ends === "sharded" && choice.pp > 1, table = m.parameters.embedding + m.parameters.head;
+  return [
+    { of: "experts", weights: (block.experts / choice.ep) * layout.slots.moe, replicas: choice.dp, axes: ["dp"] },
+    { of: "the rest of blocks", weights: block.moe * layout.slots.moe + block.dense * layout.slots.dense,
+      replicas: shards, axes: ["dp", "ep"] },
+    { of: "embedding and head", weights: ends ? table / choice.pp + block.ends - table : block.ends,
+      replicas: ends ? shards : shards * choice.pp, axes: ends ? ["dp", "ep"] : ["pp", "dp", "ep"] },
+  ];
+}
+
+// What the scaled categories were made of on the plan's own mesh. expertBytes: of one weight of an expert; with MXFP8 copies
+// it is not that of the dtype, so it is read off the plan's total.
 function baselineOf(report) {
   const s = report.settings;
   const schedule = makeSchedule(s.schedule, s.pp, s.microbatches, s.chunks);
@@ -190,7 +201,10 @@ function baselineOf(report) {
   const layout = stagesOf(report.model, schedule);
   const slots = (what) => Math.max(1, ...peaks(schedule, what, keepInputs));
   const activation = s.tokens * report.model.d_model * BYTES[s.compute_dtype];
+  const [experts, ...rest] = spreadsOf(report, s, layout).map((x) => x.weights), param = BYTES[s.params_dtype];
+  const expertBytes = s.mxfp8 && experts ? (report.memory.categories.weights - sum(rest) * param) / experts : param;
   return {
+    expertBytes,
     layers: layout.fullest.dense + layout.fullest.moe,
     rings: (slots("activations") + slots("cotangents")) * activation,
     stash: slots("stash"),
