@@ -34,7 +34,7 @@ DEAR = re.compile(
     r"|ppermute|sort|top_k|approx_top_k|custom_vjp_call.*|pallas_call|mosaic_.*|.*callback|ffi_call|shard_map|random_.*"
     r"|dot_product_attention.*"  # cuDNN's
 )
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
+CALLS = ("jit", "pjit", "eval_jaxpr", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
 LOOPS = ("scan", "while", "cond")
 
 

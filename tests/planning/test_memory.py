@@ -37,7 +37,8 @@ def test_state_and_accumulators_are_the_program_s(mesh, overrides):
     exact, said = state_bytes(program), resident(setup)
     assert said["weights"] == exact["weights"] and said["gradients"] == exact["gradients"]
     # a weight that no number of replicas divides is whole on each of them: small ones, and few
-    assert exact["master"] * 0.95 <= said["master"] <= exact["master"]
+    # and the gains beside ends that are cut over pp are cut once more than the formula says
+    assert exact["master"] * 0.95 <= said["master"] <= exact["master"] * 1.001
     assert said["moments"] == 2 * said["master"]
 
 
