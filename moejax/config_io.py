@@ -172,7 +172,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(item_type, _number(item_type, item), f"{where}[{i}]") for i, item in enumerate(items))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         try:
-            return hint(str(value))
+            # YAML 1.1 reads a bare on or off as a boolean
+            return hint(("off", "on")[value] if isinstance(value, bool) else str(value))
         except ValueError:
             choices = ", ".join(member.value for member in hint)
             raise UserError(f"{where}={_spelled(value)} is not one of {choices}.") from None

@@ -62,7 +62,8 @@ def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "moejax.train", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        # as in conftest: compiling outweighs running
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

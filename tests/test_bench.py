@@ -46,6 +46,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio(monkeypatch):
     assert sum(turn[0] == "slow" for turn in turns) == 4, "nobody is always first"
 
 
+@pytest.mark.slow
 def test_the_timed_step_gives_the_gradients_of_the_train_step():
     config = small_config()
     call = experts.step_of(config, seed=3)

@@ -95,10 +95,13 @@ def wire_bytes(program: TrainProgram) -> int:
     batch = program.place_batch(dict.fromkeys(("tokens", "labels", "segment_ids", "positions"), ids))
     assert batch.tokens.shape[0] == parts
     params = program.abstract_state().params
-    return sum(_exchanged(jax.make_jaxpr(program.gradients)(params, batch, key).jaxpr))
+    # with one stage, a branch of the switch over ops runs once a microbatch: as often as half of the ticks
+    ticks = program.schedule.ticks
+    return sum(_exchanged(jax.make_jaxpr(program.gradients)(params, batch, key).jaxpr)) * parts // ticks
 
 
 def _exchanged(jaxpr: Any, times: int = 1) -> Iterator[int]:
+    """Bytes of every exchange, as if each branch of the switch ran at each tick."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in EXCHANGES:
             rows = equation.invars[0].aval

@@ -8,6 +8,7 @@ the same shape, so a stage has as many rows (slots) of a kind of block as the fu
     logical stack [n_layers_of_kind, ...]   --to_physical-->   [S * slots, ...], sharded over pp   --to_logical--> back
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,3 +134,28 @@ def _rows(x: Array, rows: np.ndarray) -> Array:
         else:
             parts.append(lax.slice_in_dim(x, int(run[0]), int(run[-1]) + 1))
     return jnp.concatenate(parts)
+
+
+class Segment(NamedTuple):
+    """`count` runs of the same blocks, one after the other: kind says of how many. dense, moe: where the first begins,
+    in blocks of that kind from the stage's first."""
+
+    kind: StageKind
+    count: int
+    dense: int
+    moe: int
+
+
+def segments(kind: StageKind) -> list[Segment]:
+    """The blocks of a stage in order: dense ones, then MoE blocks, each in runs of ceil(sqrt(n)) and what is over."""
+    made = []
+    for name, n in (("n_dense", kind.n_dense), ("n_moe", kind.n_moe)):
+        if n == 0:
+            continue
+        size = math.ceil(math.sqrt(n))
+        for length, count, first in ((size, n // size, 0), (n % size, 1, n - n % size)):
+            if length:
+                part = StageKind(0, 0, False, False)._replace(**{name: length})
+                dense, moe = (first, 0) if name == "n_dense" else (kind.n_dense, first)
+                made.append(Segment(part, count, dense, moe))
+    return made

@@ -7,6 +7,7 @@ Quantised before they are gathered: a byte a number goes over the wire instead o
 unless a device's part is shorter, and XLA then moves what it must.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -162,8 +163,8 @@ def bytes_on_device(params: Params, placed: PyTree[PartitionSpec], mesh: Mesh) -
 
     def local(x: Array, spec: PartitionSpec) -> int:
         cut = 1
-        for axis in (axis for axis in spec if axis is not None):
-            cut *= sizes[axis]
+        for axes in (axes for axes in spec if axes is not None):
+            cut *= math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
         return x.size * x.dtype.itemsize // cut
 
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731

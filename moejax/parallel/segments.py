@@ -8,9 +8,8 @@ them. The price is one more forward: each block runs forward three times in a ba
 Two levels of Chen et al. 2016 (arXiv:1604.06174).
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,38 +17,14 @@ from jax import Array, lax
 from moejax.context import Context
 from moejax.models.transformer import Params
 from moejax.parallel.block_program import BlockProgram
-from moejax.parallel.layout import StageKind
+from moejax.parallel.layout import Segment, StageKind, segments
 from moejax.parallel.stage import Place, StageProgram, Totals
 
 
-class Segment(NamedTuple):
-    """`count` runs of the same blocks, one after the other: kind says of how many. dense, moe: where the first begins,
-    in blocks of that kind from the stage's first."""
-
-    kind: StageKind
-    count: int
-    dense: int
-    moe: int
-
-    def place(self, stage: Place, index: Array) -> Place:
-        """Of run number `index`."""
-        dense, moe = self.dense + index * self.kind.n_dense, self.moe + index * self.kind.n_moe
-        return Place(stage.dense_slot + dense, stage.moe_slot + moe, stage.layer + dense + moe)
-
-
-def segments(kind: StageKind) -> list[Segment]:
-    """The blocks of a stage in order: dense ones, then MoE blocks, each in runs of ceil(sqrt(n)) and what is over."""
-    made = []
-    for name, n in (("n_dense", kind.n_dense), ("n_moe", kind.n_moe)):
-        if n == 0:
-            continue
-        size = math.ceil(math.sqrt(n))
-        for length, count, first in ((size, n // size, 0), (n % size, 1, n - n % size)):
-            if length:
-                part = StageKind(0, 0, False, False)._replace(**{name: length})
-                dense, moe = (first, 0) if name == "n_dense" else (kind.n_dense, first)
-                made.append(Segment(part, count, dense, moe))
-    return made
+def place_of(part: Segment, stage: Place, index: Array) -> Place:
+    """Of run number `index`."""
+    dense, moe = part.dense + index * part.kind.n_dense, part.moe + index * part.kind.n_moe
+    return Place(stage.dense_slot + dense, stage.moe_slot + moe, stage.layer + dense + moe)
 
 
 def backward(
@@ -71,7 +46,7 @@ def backward(
     for part in parts:
 
         def forward(x: Array, i: Array, part: Segment = part) -> tuple[Array, Array]:
-            return program.forward(part.kind, params, x, context, part.place(place, i)), x
+            return program.forward(part.kind, params, x, context, place_of(part, place, i)), x
 
         x, inputs = lax.scan(forward, x, jnp.arange(part.count))
         starts.append(inputs)
@@ -81,7 +56,7 @@ def backward(
         def pull(carry: Any, run: Any, part: Segment = part) -> tuple[Any, None]:
             dy, gradients, totals = carry
             i, x = run
-            here = part.place(place, i)
+            here = place_of(part, place, i)
             stash = program.empty_stash(blocks, 1, kinds=(part.kind,))
             _, stash, totals = program.keep(part.kind, blocks, params, x, context, here, stash, 0, totals)
             dy, gradients = program.pull(part.kind, blocks, params, context, here, stash, 0, dy, gradients)

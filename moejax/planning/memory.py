@@ -9,9 +9,8 @@ fitted to what the compiler allocates (docs/planner.md has the comparison).
 """
 
 from moejax.config import Overflow, Recompute
-from moejax.parallel.layout import StageKind
+from moejax.parallel.layout import StageKind, segments
 from moejax.parallel.schedules import Op
-from moejax.parallel.segments import segments
 from moejax.planning.report import CATEGORIES, Memory
 from moejax.planning.setup import MX_BYTES, Setup
 from moejax.planning.weights import layer_weights, local_weights

@@ -14,6 +14,7 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(["--ep", "4", "--tokens", "16", "--experts", "8", "--top-k", "2", "--width", "8", *words])
 
 
+@pytest.mark.slow
 def test_rows():
     rows = dispatch.run(parse("--hidden", "8", "--repeat", "1", "--routing", "balanced", "one-hot"))
     assert {(row["transport"], row["routing"]) for row in rows} == {

@@ -2,9 +2,12 @@
 
 import argparse
 
+import pytest
+
 from moejax.benches import mxfp8
 
 
+@pytest.mark.slow
 def test_rows():
     parser = argparse.ArgumentParser()
     mxfp8.add_arguments(parser)

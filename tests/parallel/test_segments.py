@@ -3,8 +3,8 @@
 import pytest
 
 from moejax.errors import UserError
-from moejax.parallel.layout import StageKind
-from moejax.parallel.segments import segments
+from moejax.parallel.layout import StageKind, segments
+from moejax.parallel.segments import place_of
 from moejax.parallel.stage import Place
 from tests.mesh.test_pipeline import Computed, check_same, on_one_device
 from tests.small import small_config, small_program
@@ -18,7 +18,7 @@ def test_every_block_is_in_one_segment_and_in_its_place(n_dense: int, n_moe: int
     for part in segments(StageKind(n_dense, n_moe, True, True)):
         assert max(part.kind.n_dense, part.kind.n_moe, part.count) ** 2 <= max(n_dense, n_moe) * 2 + 1
         for index in range(part.count):
-            place = part.place(stage, index)  # type: ignore[arg-type]
+            place = place_of(part, stage, index)  # type: ignore[arg-type]
             found += [("dense", place.dense_slot + i, place.layer + i) for i in range(part.kind.n_dense)]
             found += [("moe", place.moe_slot + i, place.layer + i) for i in range(part.kind.n_moe)]
     wanted = [("dense", 3 + i, 7 + i) for i in range(n_dense)]
