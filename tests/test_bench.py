@@ -57,6 +57,7 @@ def test_the_timed_step_gives_the_gradients_of_the_train_step():
     assert 0 < largest < np.inf
 
 
+@pytest.mark.slow
 def test_experts_holds_the_active_parameters(tmp_path, capsys):
     """Twice the experts are twice the experts' weights in all; per token only the router grows."""
     target = tmp_path / "rows.json"

@@ -27,10 +27,10 @@ NINE_LAYERS = ("model.n_layers=9", "model.n_dense_layers=2")
 # those of 1f1b with the same stash, in another order), interleaved/inputs at pp=8 (it is compiled for 512 GPUs in
 # test_absent_gpu.py).
 FIRST = [
-    ("dp=2,ep=2,pp=4", "gpipe", "named", ()),
     ("dp=2,pp=2", "interleaved_1f1b", "residuals", ("parallel.pipeline.ends=sharded", "model.tie_embeddings=true")),
 ]
 COVER = [
+    ("dp=2,ep=2,pp=4", "gpipe", "named", ()),
     ("dp=2,ep=2,pp=2", "zero_bubble_v", "inputs", ()),
     ("dp=2,ep=2,pp=2", "interleaved_1f1b", "inputs", ()),
     ("dp=2,ep=2,pp=2", "zero_bubble", "named", ("parallel.regions.dispatch=keep",)),

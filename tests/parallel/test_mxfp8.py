@@ -36,6 +36,7 @@ def distance(ours: Any, theirs: Any) -> float:
     return max(jax.tree.leaves(apart))
 
 
+@pytest.mark.slow
 def test_the_step_is_near_what_it_stands_for():
     """Loss and gradients beside those of fp32: apart by what rounding does everywhere, and not by more."""
     (loss, here), (exact_loss, exact) = gradients("dp=1", *ALL), gradients("dp=1")
