@@ -7,6 +7,7 @@ travels is integers, so that the gradient is no derivative of it but a road of i
 (`mx_experts.py`).
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -17,20 +18,20 @@ from moejax.moe.dispatch import Arrivals, Code, Plan
 from moejax.moe.routes import Routes, sum_by_token, take_rows, weighted_sum, weighted_sum_gradients
 
 
-class RowTransport:
+class RowTransport(ABC):
     """The contract of `dispatch.Transport`, but for plan and limits, from three methods."""
 
+    @abstractmethod
     def routes(self, plan: Plan, round: Any) -> tuple[Routes, Array, int]:
         """This device's sorted routes, which of them move in this round (bool[N]), and K."""
-        raise NotImplementedError
 
+    @abstractmethod
     def there(self, rows_ND: PyTree[Array], plan: Plan, round: Any) -> Arrivals:
         """Rows of the sorted routes to where the experts read them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def back(self, rows_RD: PyTree[Array], plan: Plan, round: Any) -> PyTree[Array]:
         """And back to the sorted routes; rows of routes that did not move are undefined."""
-        raise NotImplementedError
 
     def dispatch(self, rows: PyTree[Float[Array, "T ..."]], plan: Plan, round: Int[Array, ""] | int) -> Arrivals:
         routes, moved, top_k = self.routes(plan, round)

@@ -21,11 +21,10 @@ from moejax.parallel.schedules import Op
 from moejax.parallel.step import TrainProgram
 from moejax.planning import report
 from moejax.planning.allocation import ELSEWHERE, compile_reporting, part_of, peak_by_scope
+from moejax.planning.assemble import assemble
 from moejax.planning.collectives import link
 from moejax.planning.memory import dispatch_bytes, saved_bytes, stash_bytes
-from moejax.planning.roofline import estimate, measured
-from moejax.planning.setup import Setup, machine, model_facts, settings, stages
-from moejax.planning.verdict import judge
+from moejax.planning.setup import Setup
 
 NOTES = (
     "Compiled without a GPU: no kernel was tuned, and workspaces that tuned libraries ask for are not in the figures.",
@@ -47,17 +46,13 @@ def compiled_plan(
     compiled, live = compile_reporting(program.lower())
     text = compiled.as_text()
     memory = compiled_memory(setup, program, bytes_per_device(compiled), peak_by_scope(live, text))
-    return report.Plan(
-        source=report.Source.compiled,
-        verdict=judge(setup, memory),
-        model=model_facts(setup),
-        machine=machine(setup),
-        settings=settings(setup),
-        stages=stages(setup),
-        memory=memory,
-        collectives=compiled_collectives(setup, text),
-        time=estimate(setup, attained),
-        measured=[measured(setup, rate) for rate in tokens_per_second],
+    return assemble(
+        setup,
+        report.Source.compiled,
+        memory,
+        compiled_collectives(setup, text),
+        attained=attained,
+        tokens_per_second=tokens_per_second,
         notes=list(NOTES),
         seconds=time.perf_counter() - begin,
     )

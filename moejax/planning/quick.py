@@ -6,11 +6,10 @@ Setup --memory, collectives, roofline, verdict--> Plan
 import time
 
 from moejax.planning import report
+from moejax.planning.assemble import assemble
 from moejax.planning.collectives import collectives
 from moejax.planning.memory import quick_memory
-from moejax.planning.roofline import estimate, measured
-from moejax.planning.setup import Setup, machine, model_facts, settings, stages
-from moejax.planning.verdict import judge
+from moejax.planning.setup import Setup
 
 NOTE = "By formulas; the same command without --quick compiles the step and reads its memory from the compiler."
 
@@ -23,17 +22,13 @@ def quick_plan(
     """attained: shares of the peaks, see `roofline.ATTAINED`. tokens_per_second: measured rates per GPU to convert."""
     begin = time.perf_counter()
     memory = quick_memory(setup)
-    return report.Plan(
-        source=report.Source.quick,
-        verdict=judge(setup, memory),
-        model=model_facts(setup),
-        machine=machine(setup),
-        settings=settings(setup),
-        stages=stages(setup),
-        memory=memory,
-        collectives=collectives(setup),
-        time=estimate(setup, attained),
-        measured=[measured(setup, rate) for rate in tokens_per_second],
+    return assemble(
+        setup,
+        report.Source.quick,
+        memory,
+        collectives(setup),
+        attained=attained,
+        tokens_per_second=tokens_per_second,
         notes=[NOTE],
         seconds=time.perf_counter() - begin,
     )

@@ -4,29 +4,21 @@ a small layer --bench overlap, in a process of its own--> rows of every variant
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from moejax import bench
 from moejax.errors import UserError
 from moejax.hardware.absent_gpu import missing
+from tests.absent import needs_compiler, own_process
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+@needs_compiler
 @pytest.mark.slow
 def test_the_schedule_moves_work_and_not_bytes(tmp_path):
     target = tmp_path / "rows.json"
     sizes = ["--tokens", "256", "--experts", "16", "--width", "256", "--hidden", "256", "--json", str(target)]
-    command = [sys.executable, "-m", "moejax.bench", "overlap", *sizes]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    own_process("-m", "moejax.bench", "overlap", *sizes)
     rows = json.loads(target.read_text())["rows"]
     assert {(row["scheduler"], row["shared"]) for row in rows} == {
         (scheduler, shared) for scheduler in ("off", "on") for shared in ("before", "free", "after")

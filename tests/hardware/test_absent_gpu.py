@@ -2,18 +2,12 @@
 target."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from moejax.errors import UserError
 from moejax.hardware.absent_gpu import absent_mesh, missing
-
-ROOT = Path(__file__).resolve().parents[2]
-needs_compiler = pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+from tests.absent import needs_compiler, own_process
 
 COMPILE = r"""
 import json, re, sys, time
@@ -51,12 +45,7 @@ print(json.dumps({
 
 
 def compiled_step(chip: str, mesh: str, file: str = "", *overrides: str) -> dict:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-c", COMPILE, chip, mesh, file, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(own_process("-c", COMPILE, chip, mesh, file, *overrides).splitlines()[-1])
 
 
 @needs_compiler

@@ -4,17 +4,10 @@ Needs XLA's CUDA plugin (the `aot` extra). In a process of its own, since JAX ke
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from moejax.hardware.absent_gpu import missing
-
-ROOT = Path(__file__).resolve().parents[2]
-needs_compiler = pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+from tests.absent import needs_compiler, own_process
 
 COMPILE = """
 import json, re, sys
@@ -49,12 +42,7 @@ MODEL = (
 
 
 def compiled(*overrides: str) -> dict:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-c", COMPILE, "ep=4", *MODEL, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(own_process("-c", COMPILE, "ep=4", *MODEL, *overrides).splitlines()[-1])
 
 
 @needs_compiler

@@ -1,10 +1,6 @@
 """What the rowwise layer becomes on GPUs, read from the program lowered and compiled for them where there are none."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +9,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from moejax.config import Overflow
-from moejax.hardware.absent_gpu import absent_mesh, missing
+from moejax.hardware.absent_gpu import absent_mesh
 from moejax.moe.dispatch import Transport
 from moejax.moe.exchange import through_experts
 from moejax.moe.hierarchical import Hierarchical
 from moejax.moe.rowwise import Rowwise
+from tests.absent import needs_compiler, own_process
 
 DEVICES, T, D, E, K = 8, 64, 16, 32, 4
 CAPACITY = 1.25
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def traced(transport: Transport, mesh: Mesh, *, backward: bool):
@@ -91,14 +85,11 @@ def test_hierarchical_talks_within_and_across_nodes_only():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+@needs_compiler
 def test_compiled_for_absent_h200s_it_is_still_so():
     """After all of XLA's passes: one all-gather, of counts, ragged exchanges, and nothing that reorders the buffer."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", "from tests.moe.test_lowering import compiled; print(compiled('h200'))"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    calls = [line for line in done.stdout.splitlines() if " = " in line]
+    text = own_process("-c", "from tests.moe.test_lowering import compiled; print(compiled('h200'))")
+    calls = [line for line in text.splitlines() if " = " in line]
 
     def of(*operations: str) -> list[str]:
         return [x for x in calls if re.search(rf" (?:{'|'.join(operations)})(?:-start)?\(", x)]

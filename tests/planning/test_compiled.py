@@ -1,28 +1,16 @@
 """A plan from the compiled step: its parts add up to the compiler's total, and the formulas come close to it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from moejax.hardware.absent_gpu import missing
 from moejax.planning.compiled import purpose
-
-ROOT = Path(__file__).resolve().parents[2]
-needs_compiler = pytest.mark.skipif(missing() is not None, reason=f"nothing to compile with: {missing()}")
+from tests.absent import needs_compiler, own_process
 
 
 def plan(tmp_path, *arguments: str) -> dict:
-    """In a process of its own: JAX keeps one target."""
     file = tmp_path / "plan.json"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-m", "moejax.plan", *arguments, "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    own_process("-m", "moejax.plan", *arguments, "--json", str(file))
     return json.loads(file.read_text())
 
 
