@@ -1,6 +1,6 @@
 """A plan from its memory and its collectives: all else a quick and a compiled plan say by the same functions.
 
-    Setup, memory, collectives --verdict, roofline, facts of model and machine--> Plan
+Setup, memory, collectives --verdict, roofline, facts of model and machine--> Plan
 """
 
 from moejax.planning import report

@@ -1,9 +1,9 @@
 """Every schedule gives the loss and the gradients of one device: a cover of schedule x stash x mesh, and drawn ones.
 
-Compiling is the price, so not every product is run. Each schedule meets each stash mode where they differ, and each
-mesh (pp=2, 4, 8 with ep=2, dp=2 as devices allow) meets several schedules: `FIRST` in `make test`, `COVER` besides in
-`make test-slow`. The other products are
-the same branches over another table, and tables are proved without a device in tests/parallel/test_schedules.py.
+Compiling is the price, so not every product is run, and none in `make test`: there 1F1B and GPipe are run by
+tests/mesh/test_same_on_every_mesh.py. Each schedule meets each stash mode where they differ, and each mesh (pp=2, 4, 8
+with ep=2, dp=2 as devices allow) meets several schedules; `COVER` says which. The other products are the same branches
+over another table, and tables are proved without a device in tests/parallel/test_schedules.py.
 """
 
 import functools
@@ -26,10 +26,8 @@ NINE_LAYERS = ("model.n_layers=9", "model.n_dense_layers=2")
 # tools/check_pipeline.py runs the whole product. Left out here: gpipe/residuals and 1f1b_lockstep/inputs (their ops are
 # those of 1f1b with the same stash, in another order), interleaved/inputs at pp=8 (it is compiled for 512 GPUs in
 # test_absent_gpu.py).
-FIRST = [
-    ("dp=2,pp=2", "interleaved_1f1b", "residuals", ("parallel.pipeline.ends=sharded", "model.tie_embeddings=true")),
-]
 COVER = [
+    ("dp=2,pp=2", "interleaved_1f1b", "residuals", ("parallel.pipeline.ends=sharded", "model.tie_embeddings=true")),
     ("dp=2,ep=2,pp=4", "gpipe", "named", ()),
     ("dp=2,ep=2,pp=2", "zero_bubble_v", "inputs", ()),
     ("dp=2,ep=2,pp=2", "interleaved_1f1b", "inputs", ()),
@@ -82,9 +80,8 @@ def on_mesh(schedule: str, stash: str, more: tuple[str, ...]) -> tuple[str, ...]
     return (f"parallel.pipeline.schedule={schedule}", f"parallel.pipeline.stash={stash}", *more)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "schedule", "stash", "more"), [*FIRST, *(pytest.param(*x, marks=pytest.mark.slow) for x in COVER)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "schedule", "stash", "more"), COVER)
 def test_loss_and_gradients_are_those_of_one_device(mesh, schedule, stash, more):
     model = (*NINE_LAYERS, *(o for o in more if o.startswith("model.")))
     sharded = "parallel.pipeline.ends=sharded" in more
@@ -126,7 +123,8 @@ def test_a_table_of_ones_own_runs_and_a_partial_last_microbatch_is_counted_nowhe
     check_same(ours, on_one_device((*overrides, "parallel.pipeline.microbatches=1"), 30))
 
 
-@pytest.mark.parametrize("recompute", ["block", pytest.param("named", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["block", "named"])
 def test_routing_is_not_drawn_again_in_recompute(recompute):
     """With random assignment, a draw in the backward that differs from the forward's would send gradients elsewhere."""
     model = ("model.n_layers=3", "model.moe.router.assignment=random")

@@ -69,6 +69,7 @@ def test_layers_are_left_out_by_index():
     assert loss == pytest.approx(exact_loss, rel=1e-6) and distance(here, exact) < 1e-5
 
 
+@pytest.mark.slow
 def test_copies_follow_the_master_onto_another_mesh():
     """What is saved is the master alone; the copies are made from it again, bit for bit, on every mesh."""
     one, many = small_program("dp=1", (*TWO, *ALL)), small_program("dp=2,ep=2,pp=2", (*TWO, *ALL))
