@@ -20,7 +20,7 @@ from moejax.accounting import flops_per_token, parameter_counts
 from moejax.benches._interleave import interleaved
 from moejax.config import Config
 from moejax.errors import UserError
-from moejax.mesh import MeshShape, make_mesh
+from moejax.mesh import MeshShape, make_mesh, prepare_devices
 from moejax.parallel.step import TrainProgram
 
 # Wide enough that the experts are half of the work, small enough that a step takes seconds on two cores.
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if len(set(arguments.experts)) < len(arguments.experts):
         raise UserError("--experts names a number twice; each is one row.")
+    prepare_devices(1)  # memory as training has it: fresh pages would cost a third of the time
     configs = {}
     for experts in arguments.experts:
         own = (f"model.moe.num_experts={experts}", f"train.batch_tokens={arguments.tokens}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from moejax import cli
 from moejax.errors import UserError
+from moejax.mesh import prepare_devices
 from pallas_kernels import bench
 
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    prepare_devices(1)  # memory as training has it
     options = ("rows", "width", "hidden", "dtype", "routing", "seed", "repeats", "implementation")
     try:
         return bench.grouped_gemm_rows(arguments.groups, **{name: getattr(arguments, name) for name in options})

@@ -88,6 +88,13 @@ def test_many_small_groups_equal_reference(sizes, seed, transpose_rhs):
     assert_matches_reference(70, sizes, seed, transpose_rhs=transpose_rhs)
 
 
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(sizes=group_sizes(4096, 19), seed=st.integers(0, 2**31), most=st.sampled_from([4096, 256, 64, 8]))
+def test_batches_of_tiles_equal_reference(sizes, seed, most):
+    """From 4,096 rows on, small groups are computed several at a time; 19 is no multiple of any batch."""
+    assert_matches_reference(4096, [min(size, most) for size in sizes], seed)
+
+
 EDGES = {
     "nothing at all": (ROWS, [0, 0, 0]),
     "one row": (ROWS, [0, 1, 0]),
