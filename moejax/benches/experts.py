@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--experts", type=cli.whole_numbers, default=(8, 32, 128), help="numbers of experts, e.g. 8,32 (8,32,128)"
     )
     parser.add_argument("--tokens", type=cli.whole_number, default=16384, help="tokens a step (%(default)s)")
-    parser.add_argument("--turns", type=cli.whole_number, default=5, help="timed steps of each (%(default)s)")
+    parser.add_argument("--turns", type=cli.whole_number, default=7, help="timed steps of each (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of tokens and weights (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="fields of the configuration, as in training")
 
@@ -100,7 +100,8 @@ def step_of(config: Config, seed: int) -> Callable[[], Any]:
         }
     )
     params = program.init().params
-    gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), program.abstract)
+    # placed as the step returns them, or the second call would compile it again
+    gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32, device=p.sharding), params)
     step = jax.jit(lambda old, *rest: program.gradients(*rest), donate_argnums=0, keep_unused=True)
     key = jax.random.key(seed)
     box = [gradients]
