@@ -220,7 +220,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def _compare(table: list[Piece], leaves: Mapping[str, Any], read: Callable[[str], np.ndarray], src: str) -> None:
     """Every tensor of the source against what was restored."""
     for piece in table:
-        source = read(piece.name).reshape(piece.shape).astype(np.float32)
+        source = read(piece.name).reshape(piece.shape).astype(np.float32, copy=False)
         if not _same_bits(mapping.take(leaves, piece), source):
             raise UserError(f"Tensor {piece.name} of {src} did not come back as it was read; the disk may be faulty.")
 
