@@ -53,6 +53,7 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 # Small programs that run once: LLVM's dear passes cost more than they save. Not for child processes, whose programs are
 # those of users and of kernels for absent GPUs.
 jax.config.update("jax_disable_most_optimizations", True)
+jax.devices()  # now: a command that the first test calls in this process would fix another number for all that follow
 
 # An example that compiles takes seconds, so few of them, always the same ones, and no deadline.
 settings.register_profile(
