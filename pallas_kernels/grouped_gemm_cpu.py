@@ -9,11 +9,12 @@
 in vain is the rows a tile has too many. XLA:CPU has no dynamic shapes, so the heights are a short static ladder and
 each is a `while` loop of its own whose trip count is data: a height that no group needs costs one comparison.
 
-What decides the speed (2 cores, D x F = 256 x 512, fp32, 2026-12): a tile costs 1.4 us a row plus about 40 us, of which
+What decides the speed (2 cores, D x F = 256 x 512, fp32, 2026-11): a tile costs 1.4 us a row plus about 40 us, of which
 27 us copy the expert's 512 KiB out of the stack (a dot cannot read a dynamic slice in place). Hence one tile per small
 group, of a height close to its size, rather than several exact ones; and hence one copy per large group. A dot of 64
 rows alone keeps two cores half busy; a batch of them is shared out whole: the weight gradient of 128 groups of 64 rows
-takes 47 ms by single dots, 41, 38 and 35 ms by batches of 2, 4 and 8, where one dense product takes 18.
+takes 47 ms by single dots, 41, 38 and 35 ms by batches of 2, 4 and 8, where one dense product takes 18
+(2026-12).
 """
 
 from collections.abc import Callable
@@ -84,21 +85,23 @@ def grouped_gemm_by_tiles(
     rows, width = shape
     contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
+    def product(lhs: Array, weight: Array) -> Array:
+        return lax.dot_general(lhs, weight, contracted, preferred_element_type=jnp.float32).astype(dtype)
+
     def multiply(start: Array, height: int, weight: Array) -> Array:
-        tile = lax.dot_general(rows_of(start, height), weight, contracted, preferred_element_type=jnp.float32)
-        return tile.astype(dtype)
+        return product(rows_of(start, height), weight)
 
     def small(out_RF: Array, groups: list[_Group], height: int) -> Array:
         starts = [jnp.minimum(group.begin, rows - height) for group in groups]
         tiles = _batched(
-            lambda lhs, weight: lax.dot_general(lhs, weight, contracted, preferred_element_type=jnp.float32),
+            product,
             [rows_of(start, height) for start in starts],
             [weight_of(group.expert) for group in groups],
         )
         for group, start, tile in zip(groups, starts, tiles, strict=True):
             # Rows of other groups in the tile get their old value back: groups do not run in the order of the rows.
             mine = _row_mask(start, group, height)
-            out_RF = _put_rows(out_RF, jnp.where(mine, tile.astype(dtype), _rows(out_RF, start, height)), start)
+            out_RF = _put_rows(out_RF, jnp.where(mine, tile, _rows(out_RF, start, height)), start)
         return out_RF
 
     def large(out_RF: Array, group: _Group) -> Array:

@@ -154,7 +154,7 @@ def write_run(
         shutil.copyfile(file, folder / ORIGIN / file.name)
     (folder / ORIGIN / ORIGIN_FILE).write_text(json.dumps(origin, indent=1) + "\n")
     (folder / CONFIG).write_text(config_io.to_yaml(config))
-    checkpoints = Checkpoints(folder / CHECKPOINTS, memory_gb=0)  # as little as it can do with
+    checkpoints = Checkpoints(folder / CHECKPOINTS)
     record = {"config": config_io.to_dict(config), "data": None, "mesh": "dp=1,ep=1,pp=1", "moejax": moejax.__version__}
     checkpoints.save(int(state["step"]), state, record, wait=True)
     return checkpoints
